@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import io
@@ -63,7 +64,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (["--prompt", "x", "--temprature", "1"], ["--temprature", "did you mean '--temperature'"]),
         (["--prompt", "x", "--max-token=3"], ["--max-token=3", "did you mean '--max-tokens'"]),
         (["--prompt", "x", "--confog", "a"], ["--confog"]),  # and no suggestion of --choice for the dashes that both have
-        (["--prompt", "x", "--config", "a"], ["--config", "on the command line"]),
+        (["--prompt", "x", "--config", "a"], ["--config must end in .yaml or .yml", "'a'"]),
         (["--prompt", "x", "--gpu-memory-utilization", "0.9"], ["--gpu-memory-utilization=0.9", "nearest: --kv-memory, --num-blocks"]),
         (["--prompt", "x", "--gpu_memory_utilization=0.9"], ["--gpu_memory_utilization=0.9", "nearest: --kv-memory"]),
         (["--prompt", "x", "--tensor-parallel-size", "2"], ["--tensor-parallel-size=2", "one device", "accepted: 1"]),
@@ -123,7 +124,7 @@ def test_a_server_refuses_a_lossy_policy_unless_it_may(tiny_model: Path, capsys:
 def test_a_server_of_several_models_refuses_to_publish_events(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("serve", "--model", f"a={tiny_model}", "--model", f"b={tiny_model}", "--kv-events-config", '{"enable_kv_cache_events": true}')
     code, message = refused(capsys, *words)
-    assert code == 2 and "--kv-events-config is for a server of one model" in message
+    assert code == 2 and "--kv-events-config is for one model: 2 would share" in message
 
 
 @pytest.mark.parametrize(
@@ -290,7 +291,7 @@ def test_nearest_suggests_only_what_is_near() -> None:
 
 
 def test_unexpected_failures_are_one_line_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(arguments: list[str]) -> int:
+    def fail(command: str, options: argparse.Namespace) -> int:
         raise ZeroDivisionError("a\nb")
 
     monkeypatch.setattr(cli, "_run", fail)
@@ -300,7 +301,7 @@ def test_unexpected_failures_are_one_line_too(capsys: pytest.CaptureFixture[str]
 
 
 def test_an_interrupt_is_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(arguments: list[str]) -> int:
+    def interrupted(command: str, options: argparse.Namespace) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "_run", interrupted)

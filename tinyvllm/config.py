@@ -312,6 +312,8 @@ def _parse_count(name: str, text: str) -> int:
     return int(text)
 
 
+OPTION_PREFIX = "TINYVLLM_ARG_"  # of variables that are options of the command line, which alone reads them: tinyvllm/cli/configuration.py
+
 SWITCHES: tuple[Switch, ...] = (
     Switch(
         "TINYVLLM_CACHE", "folder for files that can be made again; default $XDG_CACHE_HOME/tinyvllm or ~/.cache/tinyvllm", _parse_folder
@@ -332,10 +334,10 @@ SWITCHES: tuple[Switch, ...] = (
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The parsed values of the TINYVLLM_* variables that are set; an unknown or malformed one is an ArgumentError."""
+    """The parsed values of the switches that are set; an unknown TINYVLLM_* or a malformed one is an ArgumentError."""
     table = {switch.name: switch for switch in SWITCHES}
     values = {}
-    for name in sorted(n for n in environ if n.startswith("TINYVLLM_")):
+    for name in sorted(n for n in environ if n.startswith("TINYVLLM_") and not n.startswith(OPTION_PREFIX)):
         if name not in table:
             raise ArgumentError(f"environment variable {name} is not known{nearest(name, table)}; known are {', '.join(table)}")
         values[name] = table[name].parse(name, environ[name])

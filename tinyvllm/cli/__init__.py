@@ -6,6 +6,7 @@ needs them, after its arguments have been checked.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import faulthandler
 import importlib
@@ -28,8 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not faulthandler.is_enabled():  # a fault in native code, as after a truncated file of weights, says where it was
         with contextlib.suppress(io.UnsupportedOperation, AttributeError, ValueError):  # a stderr that is no file
             faulthandler.enable()
+    debug = "--debug" in arguments
     try:
-        code = _run(arguments)
+        command, options = _parsed(arguments)
+        debug = options.debug
+        code = 0 if command is None else _run(command, options)
         sys.stdout.flush()  # a closed pipe is handled here; at exit Python would complain about it
         return code
     except KeyboardInterrupt:
@@ -38,14 +42,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         _abandon_stdout()
         return 0
     except Exception as error:  # noqa: BLE001  any error becomes one line; --debug shows its traceback
-        return _report(error, debug="--debug" in arguments)
+        return _report(error, debug)
 
 
-def _run(arguments: list[str]) -> int:
+def _parsed(arguments: list[str]) -> tuple[str | None, argparse.Namespace]:
     try:
-        command, options = parse(arguments)
+        return parse(arguments)
     except SystemExit:  # argparse has printed --help or --version; its refusals are ArgumentErrors
-        return 0
+        return None, argparse.Namespace(debug=False)
+
+
+def _run(command: str, options: argparse.Namespace) -> int:
     require_start()
     limit_arenas()
     module = importlib.import_module(f"tinyvllm.cli.{command.replace('-', '_')}")  # a command has a file of its name

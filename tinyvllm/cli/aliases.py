@@ -15,7 +15,6 @@ _FROM_TEMPLATE = Alias(why="the form of calls and of reasoning is read from the 
 
 # vLLM's options of the command line that are no fields of its engine
 _VLLM: dict[str, Alias] = {
-    "--config": Alias(why="options are given on the command line, not in a file"),
     "--enable-auto-tool-choice": Alias(inert=(True,), why="tools are chosen automatically where a request has them"),
     "--tool-call-parser": _FROM_TEMPLATE,
     "--reasoning-parser": _FROM_TEMPLATE,

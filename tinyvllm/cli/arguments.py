@@ -1,13 +1,14 @@
-"""The commands and the options of each. Reads no file."""
+"""The commands and the options of each. Reads no file but the one of --config."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from typing import NoReturn
 
-from tinyvllm.cli.aliases import translated
+from tinyvllm.cli.configuration import Configuration, configure
 from tinyvllm.cli.options import (
     ENGINE_OPTIONS,
     LENIENT,
@@ -28,6 +29,7 @@ LAB_DRAFTERS = (
     "ways of guessing: none, ngram, suffix, medusa_lite, eagle_lite, mtp, and with a model or heads draft_model:PATH, medusa:PATH, "
     "eagle:PATH, eagle3:PATH"
 )
+SHELLS = ("bash", "zsh", "fish")
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,14 +54,28 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace]:
-    """The command and its options. The first argument names the command; without one it is generate."""
+    """The command and its options, also those of --config and the environment. Without the name of a command it is generate."""
     command, rest = "generate", list(arguments)
     if rest and not rest[0].startswith("-"):
-        command = rest.pop(0)
-        if command not in COMMANDS:
-            raise ArgumentError(f"unknown command {command!r}{nearest(command, COMMANDS)}; commands are {', '.join(COMMANDS)}")
-    parser = PARSERS[command]()
-    return command, parser.parse_args(list(translated(rest, parser.known_options())))
+        command = checked_command(rest.pop(0))
+    if command != "show-config":
+        return command, configured(command, rest).options
+    own = next((number for number, word in enumerate(rest, 1) if not word.startswith("-")), len(rest))
+    options = configured(command, rest[:own]).options
+    options.arguments = rest[own:]
+    return command, options
+
+
+def checked_command(name: str) -> str:
+    """The name of a command. ArgumentError, with the nearest one, for any other."""
+    if name not in COMMANDS:
+        raise ArgumentError(f"unknown command {name!r}{nearest(name, COMMANDS)}; commands are {', '.join(COMMANDS)}")
+    return name
+
+
+def configured(command: str, arguments: Sequence[str]) -> Configuration:
+    """The options of a command from its arguments, the environment and a configuration file, each with its origin."""
+    return configure(command, arguments, PARSERS, os.environ)
 
 
 def _add(parser: Parser, title: str, table: Sequence[Option]) -> None:
@@ -68,12 +84,20 @@ def _add(parser: Parser, title: str, table: Sequence[Option]) -> None:
         group.add_argument(flag, **{"default": argparse.SUPPRESS, **settings})
 
 
-def _common(command: str, description: str, epilog: str | None = None) -> Parser:
+def _plain(command: str, description: str, epilog: str | None = None) -> Parser:
+    """A command without --config."""
     name = "tinyvllm" if command == "generate" else f"tinyvllm {command}"
     parser = Parser(prog=name, description=description, epilog=epilog, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"tinyvllm {VERSION}")
-    parser.add_argument("--quiet", action="store_true", help="only errors on stderr")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _common(command: str, description: str, epilog: str | None = None) -> Parser:
+    parser = _plain(command, description, epilog)
+    parser.add_argument("--quiet", action="store_true", help="only errors on stderr")
+    parser.add_argument("--config", metavar="F.yaml", help="read options from this file; environment variables and arguments replace them")
+    parser.add_argument("--preset", metavar="NAME", help="use this one of the file's presets, too")
     return parser
 
 
@@ -129,6 +153,7 @@ def _serve_parser() -> Parser:
     parser = _common("serve", "Serve models over HTTP as OpenAI and Anthropic do. SIGTERM lets accepted requests finish.")
     _add(parser, "server", SERVER_OPTIONS)
     _add(parser, "engine (of every model)", (MODELS, *engine_options_except("--model"), SKIP_TOKENIZER))
+    parser.set_defaults(warm_up=True)
     return parser
 
 
@@ -352,6 +377,24 @@ _LAB_RESULTS: tuple[Option, ...] = (
 )
 
 
+def _show_config_parser() -> Parser:
+    parser = _plain(
+        "show-config",
+        "Show the options that a command would run with, and where each is from: as YAML that --config reads. Loads no model.",
+    )
+    parser.usage = "tinyvllm show-config [--json] COMMAND ARGUMENTS...\n       tinyvllm show-config --schema"
+    parser.add_argument("target", nargs="?", metavar="COMMAND", help="a command, followed by its arguments")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.add_argument("--schema", action="store_true", help="instead: the JSON schema of configuration files, for editors")
+    return parser
+
+
+def _completion_parser() -> Parser:
+    parser = _plain("completion", "Print a script with which a shell completes commands and options.")
+    parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
+    return parser
+
+
 PARSERS = {
     "generate": _generate_parser,
     "chat": _chat_parser,
@@ -368,5 +411,7 @@ PARSERS = {
     "remove": _remove_parser,
     "replay": _replay_parser,
     "lab": _lab_parser,
+    "show-config": _show_config_parser,
+    "completion": _completion_parser,
 }
 COMMANDS = tuple(PARSERS)

@@ -23,6 +23,16 @@ MAX_TOKENS = {"generate": 256, "chat": 1024}  # defaults; less where the context
 
 Option = tuple[str, dict[str, Any]]
 
+
+class AppendModel(argparse.Action):
+    """[NAME=]PATH, repeatable. A configuration file may also map names to models, each with options of its own."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, ()), values])
+
+
 ENGINE_OPTIONS: tuple[Option, ...] = (
     ("--model", {"metavar": "PATH", "help": "folder of a Hugging Face model, GGUF file or hub name; default: the bundled model"}),
     ("--tokenizer", {"metavar": "PATH", "help": "folder of tokenizer files, or GGUF file; default: the model's own"}),
@@ -98,7 +108,7 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
 MODELS: Option = (
     "--model",
     {
-        "action": "append",
+        "action": AppendModel,
         "metavar": "[NAME=]PATH",
         "help": "folder, GGUF file or hub name; may be repeated, then each is loaded on first use",
     },

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cli.options import engine_options, server_options
+from tinyvllm.cli.values import NamedModel
 from tinyvllm.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -22,9 +23,10 @@ _BUNDLED = "tinyvllm"
 def run(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     names = options.served_model_name or []
-    specs = model_specs(getattr(options, "model", None), names[:1], {"warm_up": True, **engine_options(options)})
-    if len(specs) > 1 and getattr(options, "kv_events_config", None) is not None:
-        raise ArgumentError(f"--kv-events-config is for a server of one model: {len(specs)} would share its endpoint; start a server each")
+    specs = model_specs(getattr(options, "model", None), names[:1], engine_options(options))
+    publishing = [name for name, spec in specs.items() if "kv_events_config" in spec]
+    if len(publishing) > 1:
+        raise ArgumentError(f"--kv-events-config is for one model: {len(publishing)} would share its endpoint; start a server each")
     for spec in specs.values():
         _check(spec, options.allow_lossy_speculation)
     try:
@@ -64,11 +66,14 @@ def _environment_key() -> list[str]:
     return [key] if key else []
 
 
-def model_specs(given: list[str] | None, names: list[str] | None, engine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Options of AsyncLLM by the served name of each model: NAME=PATH, PATH under its own name, or the bundled one."""
+def model_specs(given: list[str | NamedModel] | None, names: list[str] | None, engine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Options of AsyncLLM by the served name of each model: NAME=PATH, PATH under its own name, a NamedModel, or the bundled one."""
     rest = {name: value for name, value in engine.items() if name != "model"}
     specs: dict[str, dict[str, Any]] = {}
     for text in given or [""]:
+        if isinstance(text, NamedModel):
+            specs[text.name] = {**rest, **text.fields()}
+            continue
         name, equals, path = text.partition("=")
         if not equals:
             name, path = text, text

@@ -11,6 +11,7 @@ from typing import Any
 from tinyvllm.config import expand_home
 from tinyvllm.errors import ArgumentError, FormatError, nearest
 from tinyvllm.foreign import parse_json, quoted, read_bounded
+from tinyvllm.yaml_file import YamlError, parse_yaml
 
 MAX_FILE = 256 << 10  # bytes of a description of a sweep
 MAX_LIST = 256  # entries of one axis
@@ -122,23 +123,10 @@ def _from_json(path: str, data: bytes, where: str) -> Any:
 
 def _from_yaml(path: str, data: bytes, where: str) -> Any:
     try:
-        import yaml
-    except ImportError as error:
-        raise ArgumentError(f"{where}: {path}: YAML needs PyYAML: pip install 'tinyvllm[lab]', or write the sweep as .json") from error
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]  # without PyYAML's types
-        """Refuses a key that is there twice: YAML's own rule keeps the last one without a word."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            if twice := next((key for key in keys if keys.count(key) > 1), None):
-                raise yaml.constructor.ConstructorError(None, None, f"the key {quoted(twice)} is there twice", node.start_mark)
-            return super().construct_mapping(node, deep)
-
-    try:
-        return yaml.load(data.decode("utf-8"), Loader)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError, TypeError) as error:
-        raise FormatError(f"{where}: {path} is not YAML: {error or 'nested too deep'}") from error
+        node = parse_yaml(data)
+        return None if node is None else node.value()
+    except YamlError as error:
+        raise FormatError(f"{where}: {path} is not YAML: {error}") from error
 
 
 def digest_text(value: Any) -> str:

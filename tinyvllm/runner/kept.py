@@ -41,9 +41,10 @@ _OTHER_OPTIONS = (
 
 def kept_steps(placement: Placement, config: EngineConfig, roots: Mapping[str, object]) -> KeptSteps | None:
     """The steps of an engine on disk; `roots` is what all of them read. None with TINYVLLM_KEEP_STEPS=0."""
-    if not environment(os.environ).get("TINYVLLM_KEEP_STEPS", True):
+    switches = environment(os.environ)
+    if not switches.get("TINYVLLM_KEEP_STEPS", True):
         return None
-    ours = {name: value for name, value in os.environ.items() if name.startswith("TINYVLLM_") and name not in _OTHER_VARIABLES}
+    ours = {name: os.environ[name] for name in switches if name not in _OTHER_VARIABLES}
     options = [(field.name, getattr(config, field.name)) for field in fields(config) if field.name not in _OTHER_OPTIONS]
     backend = registry.backend_for(placement)
     # the CPU's identity names its compiler, which a copied cache folder does without
