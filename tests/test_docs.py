@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tinyvllm.cli.arguments import COMMANDS, PARSERS
+from tinyvllm.cli.definitions import negations
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -33,7 +34,7 @@ def fenced_lines(text: str) -> list[str]:
 
 
 def options_of(command: str) -> set[str]:
-    return {option for action in PARSERS[command]()._actions for option in action.option_strings}
+    return {option for action in PARSERS[command]()._actions for option in (*action.option_strings, *negations(action))}
 
 
 def check_command(line: str) -> str | None:
@@ -45,6 +46,8 @@ def check_command(line: str) -> str | None:
     command = words[0] if words and not words[0].startswith("-") else "generate"
     if command not in COMMANDS:
         return f"{line!r}: there is no command {command!r}"
+    if command == "show-config" and (target := next((word for word in words[1:] if word in COMMANDS), None)):
+        return check_command(f"tinyvllm {shlex.join(words[words.index(target) :])}")
     unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in options_of(command)]
     return f"{line!r}: {command} knows no {', '.join(unknown)}" if unknown else None
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from tinyvllm.cli.aliases import translated
-from tinyvllm.cli.definitions import PLACES, Definition, definitions, is_configurable, switch_of
+from tinyvllm.cli.definitions import PLACES, Definition, definitions, is_configurable, negations, switch_of
 from tinyvllm.cli.values import COMMAND_LINE, DEFAULT, UNSET, Layer, NamedModel, Origin, Value
 from tinyvllm.config import OPTION_PREFIX
 from tinyvllm.errors import ArgumentError, nearest
@@ -73,10 +73,9 @@ def _from_command_line(parser: argparse.ArgumentParser, described: argparse.Argu
     parser._defaults.clear()
     for action in list(parser._actions):
         action.required, action.default = False, argparse.SUPPRESS
-        for option in action.option_strings if isinstance(action, argparse._StoreTrueAction) else ():
-            if (negative := f"--no-{option[2:]}") not in known:
-                parser.add_argument(negative, dest=action.dest, action="store_false", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-                known.add(negative)
+        for negation in negations(action):
+            parser.add_argument(negation, dest=action.dest, action="store_false", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+            known.add(negation)
     return parser.parse_args(list(translated(list(arguments), known)))
 
 
@@ -99,9 +98,7 @@ def _from_environment(result: Configuration, environ: Mapping[str, str], parsers
     others = sorted(name for name in environ if name.startswith(OPTION_PREFIX) and name not in ours)
     if others:
         _check_others(others, parsers)
-        result.unused += [
-            (name.removeprefix(OPTION_PREFIX).lower().replace("_", "-"), Origin("environment", variable=name)) for name in others
-        ]
+        result.unused += [(_key_of_variable(name), Origin("environment", variable=name)) for name in others]
     return layer
 
 
@@ -111,11 +108,13 @@ def _check_others(names: Sequence[str], parsers: Parsers) -> None:
     for name in names:
         if name in every:
             continue
-        if switch := switch_of(name.removeprefix(OPTION_PREFIX).lower()):
-            raise ArgumentError(f"environment variable {name} is not known: the name is {switch}")
-        raise ArgumentError(
-            f"environment variable {name} is not known{nearest(name, every)}; {OPTION_PREFIX}X is the option --x of a command"
-        )
+        switch = switch_of(_key_of_variable(name))
+        hint = f": the name is {switch}" if switch else f"{nearest(name, every)}; {OPTION_PREFIX}X is the option --x of a command"
+        raise ArgumentError(f"environment variable {name} is not known{hint}")
+
+
+def _key_of_variable(name: str) -> str:
+    return name.removeprefix(OPTION_PREFIX).lower().replace("_", "-")
 
 
 def _from_variable(definition: Definition, text: str) -> Any:

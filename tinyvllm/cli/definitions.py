@@ -107,6 +107,11 @@ def key_of(action: argparse.Action) -> str:
     return long[0][2:] if long else action.dest
 
 
+def negations(action: argparse.Action) -> list[str]:
+    """--no-X for a switch --X, which is on or not there: with it the command line turns off what a file turns on."""
+    return [f"--no-{option[2:]}" for option in action.option_strings] if isinstance(action, argparse._StoreTrueAction) else []
+
+
 def definitions(parser: argparse.ArgumentParser) -> dict[str, Definition]:
     """What a file may say for the command of this parser, by key."""
     found: dict[str, Definition] = {}
@@ -114,7 +119,7 @@ def definitions(parser: argparse.ArgumentParser) -> dict[str, Definition]:
         for action in group._group_actions:
             if not isinstance(action, _NOT_OPTIONS) and action.dest not in PLACES:
                 key = key_of(action)
-                found[key] = Definition(key, action, group.title or "", _default(parser, action), action.required)
+                found[key] = Definition(key, action, group.title or "", _default(parser, action), action.required and action.nargs != "*")
     return found
 
 

@@ -39,12 +39,15 @@ _OTHER_OPTIONS = (
 )
 
 
+def switches_of_launches() -> dict[str, str]:
+    """The environment's switches that decide launches, as they are written. Variables of options are not among them."""
+    return {name: os.environ[name] for name in environment(os.environ) if name not in _OTHER_VARIABLES}
+
+
 def kept_steps(placement: Placement, config: EngineConfig, roots: Mapping[str, object]) -> KeptSteps | None:
     """The steps of an engine on disk; `roots` is what all of them read. None with TINYVLLM_KEEP_STEPS=0."""
-    switches = environment(os.environ)
-    if not switches.get("TINYVLLM_KEEP_STEPS", True):
+    if not environment(os.environ).get("TINYVLLM_KEEP_STEPS", True):
         return None
-    ours = {name: os.environ[name] for name in switches if name not in _OTHER_VARIABLES}
     options = [(field.name, getattr(config, field.name)) for field in fields(config) if field.name not in _OTHER_OPTIONS]
     backend = registry.backend_for(placement)
     # the CPU's identity names its compiler, which a copied cache folder does without
@@ -54,7 +57,7 @@ def kept_steps(placement: Placement, config: EngineConfig, roots: Mapping[str, o
         processor(),
         gpu,
         registry.architecture_of(placement),
-        sorted(ours.items()),
+        sorted(switches_of_launches().items()),
         repr(options),
         tinygrad_settings(),
     )
