@@ -109,7 +109,9 @@ def key_of(action: argparse.Action) -> str:
 
 def negations(action: argparse.Action) -> list[str]:
     """--no-X for a switch --X, which is on or not there: with it the command line turns off what a file turns on."""
-    return [f"--no-{option[2:]}" for option in action.option_strings] if isinstance(action, argparse._StoreTrueAction) else []
+    if not isinstance(action, argparse._StoreTrueAction):
+        return []
+    return [f"--no-{option[2:]}" for option in action.option_strings if option.startswith("--")]
 
 
 def definitions(parser: argparse.ArgumentParser) -> dict[str, Definition]:
