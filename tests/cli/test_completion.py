@@ -53,7 +53,14 @@ def in_bash(path: Path, lines: list[list[str]]) -> list[list[str]]:
 def test_bash_completes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = script("bash", capsys, tmp_path)
     # bash completes a file where there is no reply; it splits --model=PATH at the sign
-    none = [["serve", "--port", ""], ["serve", "--model", ""], ["serve", "--model", "=", ""], ["nonsense", "--x"], ["replay", "x"]]
+    none = [
+        ["serve", "--port", ""],
+        ["serve", "--model", ""],
+        ["serve", "--model", "="],
+        ["serve", "--model", "=", "--"],
+        ["nonsense", "--x"],
+        ["replay", "x"],
+    ]
     options = [[*([] if command == "generate" else [command]), "--"] for command in COMMANDS]
     replies = in_bash(path, [*(line for line, _ in LINES), *none, *options])
     assert replies[: len(LINES)] == [reply for _, reply in LINES]

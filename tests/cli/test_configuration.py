@@ -114,6 +114,12 @@ def test_defaults_are_as_without_files() -> None:
         assert vars(parse([command, *words])[1]) == vars(parser.parse_args(words)), command
 
 
+@pytest.mark.parametrize("command", CONFIGURABLE)
+def test_help_shows_what_is_required_and_no_negation(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--help"]) == 0
+    assert capsys.readouterr().out == PARSERS[command]().format_help()
+
+
 def test_arguments_without_dashes_and_required_options_may_be_in_the_file(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     file = write("batch: {input: in.jsonl, output: out.jsonl}\nquality: {models: [a, b]}\nverify: {model: 7}\n")
     _, options = parse(["batch", "--config", file, "-o", "other.jsonl"])

@@ -59,8 +59,7 @@ _tinyvllm() {{
   local command=generate values= at=2 words= files= numbers= arguments=
   local all={_quoted(" ".join(COMMANDS))}
   COMPREPLY=()
-  # bash separates --option=value at the sign
-  if [[ $current == = ]]; then current=; elif [[ $before == = ]]; then before=${{COMP_WORDS[COMP_CWORD-2]}}; fi
+  if [[ $before == = ]]; then before=${{COMP_WORDS[COMP_CWORD-2]}}; fi  # bash separates --option=value at the sign
   if [[ $first != -* ]]; then
     if ((COMP_CWORD == 1)); then values=$all; else command=$first; fi
     if [[ $command == show-config ]]; then

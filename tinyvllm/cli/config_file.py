@@ -184,7 +184,7 @@ class _Reader:
             except ValueError:
                 pass
         advice = "; write null for its default" if node.is_empty else ""
-        got = "a value" if definition.is_secret and not node.is_empty else f"the text {node}" if _is_quoted(node) else node
+        got = f"the text {node}" if _is_quoted(node) else node
         raise self._error(node.line, f"{definition.key} must be {definition.expected}, got {got}{advice}")
 
     def _entry(self, definition: Definition, separator: str, node: Node) -> str:
