@@ -133,6 +133,8 @@ def _checked(loader: Any, node: Any, depth: int) -> Iterator[None]:
 
 
 def _check_tag(node: Any, line: int) -> None:
+    if node.tag.startswith("!"):
+        raise YamlError("a tag (!), whose type is not known here; a text that begins with ! needs quotes", line)
     if node.tag.removeprefix("tag:yaml.org,2002:") not in _TAGS:
         raise YamlError(f"a value of the type {one_line(node.tag, 60)}: expected texts, numbers, booleans, lists and mappings", line)
 
@@ -151,10 +153,12 @@ def _new_key(loader: Any, key: Any, keys: set[Any]) -> Any:
 
 
 def _explained(error: Exception, line: int | None) -> YamlError:
-    """In one line, without the lines of the file that PyYAML quotes: there may be secrets in them."""
+    """In one line, without the words of the file that PyYAML quotes: there may be secrets in them."""
     if isinstance(error, YamlError):
         return error
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error)
+    if "undefined alias" in problem:
+        problem = "an alias (*) of nothing; a text that begins with * needs quotes"
     context = getattr(error, "context", None)
     return YamlError(one_line(f"{context}: {problem}" if context else problem), line if mark is None else mark.line + 1)
