@@ -31,7 +31,8 @@ def test_each_test_counts_the_tokens_that_it_computed(monkeypatch: pytest.Monkey
     assert speeds == {
         "pp40": (40, 40), "tg6": (6, 6), "pp40 @ d50": (42, 42), "pp40 @ d50 x3": (126, 126), "tg6 @ d50 x3": (18, 18),
     }  # fmt: skip
-    assert roof[tests[0]] is None and (alone := roof[tests[1]]) and (together := roof[tests[4]]) and alone < together < 3 * alone
+    assert (whole := roof[tests[0]]) and (after := roof[tests[2]]) and after < whole, "attention reads the context"
+    assert (alone := roof[tests[1]]) and (together := roof[tests[4]]) and alone < together < 3 * alone
 
 
 def test_reports(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +40,7 @@ def test_reports(capsys: pytest.CaptureFixture[str]) -> None:
     records = json.loads(capsys.readouterr().out)
     assert [one["test"] for one in records] == NAMES
     assert all(one["tok_s"] == pytest.approx(sum(one["rates"]) / 2) and len(one["rates"]) == 2 for one in records)
-    assert all((one["roof_tok_s"] is None) == bool(one["n_prompt"]) for one in records)
+    assert all(one["share"] == pytest.approx(one["tok_s"] / one["roof_tok_s"]) for one in records)
     for text in (as_rows(bench_report(records, "csv")), as_rows_of_table(bench_report(records, "md"))):
         assert [row["test"] for row in text] == NAMES
 

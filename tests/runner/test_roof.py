@@ -78,4 +78,5 @@ def test_times_are_bytes_and_operations_by_their_rates():
     assert times.decode(1, 0) == pytest.approx(8e9 / 5e10 + 1e6 / 5e10 + launches), "unpacked from the cache more slowly than read"
     assert times.decode(1, 1000) - times.decode(1, 0) == pytest.approx(1000 * 1e5 / 1e11)
     assert times.decode(101, 0) == pytest.approx(2 * 14e9 * 100 / 1e13 + 1e6 / 5e10 + launches), "many rows multiply longer than they read"
+    assert times.prompt(1000, 500) - times.prompt(1000) == pytest.approx(2 * 10 * 1000 * 1e6 / 1e13)
     assert times.prompt(1000) == pytest.approx(2 * 13e9 * 1000 / 1e13 + 1e6 / 5e10 + 2 * 10 * 1000 * 1e6 / 1e13 + launches)

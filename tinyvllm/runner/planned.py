@@ -117,14 +117,14 @@ class StepTimes:
                        for one in self.matrices)  # fmt: skip
         return products + sequences * context * self.kv_token_bytes / self.roof.bandwidth + self._launches
 
-    def prompt(self, tokens: int) -> float:
-        """Seconds of the prefill of `tokens` tokens in one step: attention as fast as the fastest product."""
+    def prompt(self, tokens: int, depth: float = 0) -> float:
+        """Seconds of the prefill of `tokens` tokens after `depth` others in one step: attention as fast as the fastest product."""
         products = sum(
             max(self._read(one), 2 * tokens * (one.numbers - one.head) / self._rate(one.format).operations_per_second)
             for one in self.matrices
         )
         fastest = max(rate.operations_per_second for rate in self.roof.products.values())
-        return products + 2 * self.layers * self.attention_width * tokens**2 / fastest + self._launches
+        return products + 2 * self.layers * self.attention_width * tokens * (tokens + 2 * depth) / fastest + self._launches
 
     def _read(self, one: Matrices) -> float:
         return one.nbytes / min(self.roof.bandwidth, self._rate(one.format).bytes_per_second)

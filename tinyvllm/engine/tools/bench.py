@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinyvllm.engine.tools.stepping import Stepping
-from tinyvllm.runner.memory import read_bandwidth
+from tinyvllm.errors import KernelError, ToolchainError
+from tinyvllm.runner.opened import open_model
+from tinyvllm.runner.planned import StepTimes, rated_formats, step_times, streamed_matrices
+from tinyvllm.runner.roof import measured_roof
 
 if TYPE_CHECKING:
     from tinyvllm.engine.llm import LLM
@@ -117,10 +120,25 @@ class _Timer:
 
 
 def roofs(llm: LLM, tests: list[Workload]) -> dict[Workload, float | None]:
-    """Tokens a second at which decoding would read its bytes as fast as the device reads memory: the weights once a step, and each
-    sequence's context. None for prompts, which computation bounds.
+    """Tokens a second that the machine's roof allows. Decoding reads its bytes as fast as the device reads memory: the weights once a step,
+    and each sequence's context. A prompt is multiplied as fast as 256 rows of each format of the weights were; None where the reference
+    multiplies a format, or no compiler is there.
     """
-    runner, config = llm.engine.runner, llm.engine.config
-    bandwidth, weights = read_bandwidth(config.device), llm.engine.model_bytes_per_token
-    token = runner.pool.block_bytes / config.block_size
-    return {test: None if test.prompt else test.batch * bandwidth / (weights + test.batch * test.context * token) for test in tests}
+    config = llm.engine.config
+    opened = open_model(config, config.device)
+    matrices = streamed_matrices(opened.outline().held)
+    try:
+        times = step_times(measured_roof(config.device, rated_formats(matrices), again=True), matrices, opened)
+    except (KernelError, ToolchainError):
+        return dict.fromkeys(tests)
+    weights = llm.engine.model_bytes_per_token
+    return {test: _prompt_roof(times, test) if test.prompt else _decode_roof(times, weights, test) for test in tests}
+
+
+def _prompt_roof(times: StepTimes, test: Workload) -> float:
+    return test.prompt / times.prompt(test.prompt, test.depth)
+
+
+def _decode_roof(times: StepTimes, weights: int, test: Workload) -> float:
+    nbytes = weights + test.batch * test.context * times.kv_token_bytes
+    return test.batch * times.roof.bandwidth / nbytes
