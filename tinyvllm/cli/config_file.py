@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +20,24 @@ PRESETS = "presets"
 Sets = Mapping[str, Mapping[str, Definition]]  # definitions of each command
 
 
-@dataclass
-class ConfigFile:
-    """What a file says for one command: layers in ascending rank, and the keys that only other commands have."""
+def read_config(path: str, preset: str | None, command: str, sets: Sets) -> tuple[list[Layer], list[tuple[str, Origin]]]:
+    """The options of a command in a file, in layers of ascending rank, and the keys that only other commands have.
 
-    layers: list[Layer] = field(default_factory=list)
-    unused: list[tuple[str, Origin]] = field(default_factory=list)
-    presets: list[str] = field(default_factory=list)
-
-
-def read_config(path: str, preset: str | None, command: str, sets: Sets) -> ConfigFile:
-    """The options of a command in a file. ArgumentError, with the line, for anything that is no option of any command."""
-    reader, result = _Reader(path, command, sets), ConfigFile()
-    root = _root(path)
-    if root is None:
-        root_items, presets = [], {}
-    else:
+    ArgumentError, with the line, for anything that is no option of any command.
+    """
+    reader, root = _Reader(path, command, sets), _root(path)
+    if root is not None:
         reader.require(root, root.is_mapping, "the file", "a mapping of options")
-        root_items = [item for item in root.items() if item[0] != PRESETS]
-        presets = reader.presets(root)
-    result.presets = list(presets)
-    result.layers, result.unused = reader.options(root_items, None)
-    for name, node in presets.items():
-        layers, unused = reader.options(node.items(), name)
-        if name == preset:
-            result.layers, result.unused = result.layers + layers, result.unused + unused
+    presets = {} if root is None else reader.presets(root)
     if preset is not None and preset not in presets:
         known = f"; it has {', '.join(presets)}" if presets else "; it has none"
         raise ArgumentError(f"--preset: {path} has no preset {preset!r}{nearest(preset, presets)}{known}")
-    return result
+    layers, unused = reader.options([item for item in root.items() if item[0] != PRESETS] if root is not None else [], None)
+    for name, node in presets.items():
+        more, more_unused = reader.options(node.items(), name)
+        if name == preset:
+            layers, unused = layers + more, unused + more_unused
+    return layers, unused
 
 
 def _root(path: str) -> Node | None:

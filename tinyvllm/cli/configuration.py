@@ -50,8 +50,7 @@ def configure(command: str, arguments: Sequence[str], parsers: Parsers, environ:
     if result.file is not None:
         from tinyvllm.cli.config_file import read_config
 
-        content = read_config(result.file, result.preset, command, _definitions_of_all(parsers))
-        layers, result.unused = content.layers, content.unused
+        layers, result.unused = read_config(result.file, result.preset, command, _definitions_of_all(parsers))
     layers.append(_from_environment(result, environ, parsers, {key for layer in layers for key in layer}))
     _merge(result, parser, [*layers, _given_layer(known, given)])
     vars(result.options).update(config=result.file, preset=result.preset)
