@@ -35,6 +35,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
     fetched: list[str] = []  # a name a request for a body
     broken: dict[str, list[int]] = {}  # name -> after how many bytes the connection of its next requests ends
     damaged: set[str] = set()  # names whose last byte is wrong
+    ranges: list[tuple[str, int, int]] = []  # name, first byte and end of the requests for a part
+    without_ranges = False
 
     def log_message(self, *args):
         pass
@@ -82,9 +84,13 @@ class Hub(http.server.BaseHTTPRequestHandler):
         etag = hashlib.sha1(data).hexdigest()
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         if body and (span := self.headers.get("Range")):
-            start = int(span.removeprefix("bytes=").split("-")[0])
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-            return self.send(206, data[start:], body, headers)
+            start, _, last = span.removeprefix("bytes=").partition("-")
+            end = min(int(last or len(data)) + 1, len(data))
+            self.ranges.append((name, int(start), end))
+            if self.without_ranges:
+                return self.send(200, data, body, headers)
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
+            return self.send(206, data[int(start) : end], body, headers)
         self.send(200, data, body, headers)
 
     def send(self, status, data, body, headers=()):
@@ -101,7 +107,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def loopback_hub(home: Path) -> Iterator[tuple[http.server.ThreadingHTTPServer, dict[str, str]]]:
     """The running server, and the environment of a process that uses it, with its cache below `home`."""
-    Hub.fetched, Hub.broken, Hub.damaged = [], {}, set()
+    Hub.fetched, Hub.broken, Hub.damaged, Hub.ranges, Hub.without_ranges = [], {}, set(), [], False
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k.lower()}

@@ -188,7 +188,9 @@ def _plan_parser() -> Parser:
         "Show what a model takes in memory, what fits, which kernels run and how fast it can be. Reads headers of files and loads nothing.",
         "Exit code 1 if an engine with these options would refuse to start for memory.",
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="folder or GGUF file, as --model elsewhere")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="as --model elsewhere; of a hub's only headers are fetched"
+    )
     own: tuple[Option, ...] = (
         ("--memory", {"metavar": "SIZE", "default": None, "help": "plan for this much free memory, such as 16G; default: this machine's"}),
         ("--speed", {"action": argparse.BooleanOptionalAction, "default": True, "help": "predict tokens a second by measured roofs"}),

@@ -55,6 +55,18 @@ def read_gguf(path: Path) -> tuple[dict[str, object], dict[str, TensorRecord]]:
     return metadata, tensors
 
 
+def tensor_spans(path: Path, data: bytes) -> dict[str, tuple[int, int]] | None:
+    """First byte and bytes of each tensor of a file that begins with `data`; None where the header goes beyond it.
+
+    FormatError for a damaged header. Nothing is compared with the size of the file.
+    """
+    try:
+        _, infos, start, _ = _read_header(path, _Cursor(path, memoryview(data)))
+    except _EndOfData:
+        return None
+    return {info.name: (start + info.offset, info.nbytes) for info in infos}
+
+
 def split_parts(path: Path) -> list[Path]:
     """All files of the model that `path` is a part of, in order; [path] if it is not split. ModelError names a missing one."""
     match = _SPLIT_NAME.match(path.name)
@@ -80,7 +92,12 @@ def _check_split(path: Path, metadata: dict[str, object], parts: int, tensors: i
 
 def _read_part(path: Path) -> tuple[dict[str, object], dict[str, TensorRecord]]:
     data = map_file(path, _SPEAKER)
-    cursor = _Cursor(path, data.data)
+    metadata, infos, start, alignment = _read_header(path, _Cursor(path, data.data))
+    return metadata, _view_tensors(path, data, infos, start, alignment)
+
+
+def _read_header(path: Path, cursor: _Cursor) -> tuple[dict[str, object], list[_Info], int, int]:
+    """Metadata, the table of tensors, the position of the first byte of tensors, and the alignment."""
     if cursor.take(4, "magic") != b"GGUF":
         _refuse(path, "is not a GGUF file: it does not begin with the letters GGUF")
     _check_version(path, cursor.u32("version"))
@@ -98,8 +115,7 @@ def _read_part(path: Path) -> tuple[dict[str, object], dict[str, TensorRecord]]:
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
         _refuse(path, f"general.alignment must be a power of two up to 2^20, got {quoted(alignment)}")
-    start = -(-cursor.position // alignment) * alignment
-    return metadata, _view_tensors(path, data, infos, start, alignment)
+    return metadata, infos, -(-cursor.position // alignment) * alignment, alignment
 
 
 def _check_version(path: Path, version: int) -> None:
@@ -169,7 +185,7 @@ class _Cursor:
             what = what if key is None else f"{what} of {quoted(key)}"
             if nbytes > len(self.data) - start:
                 left = len(self.data) - start
-                _refuse(self.path, f"is truncated or corrupt: {what} at byte {start} needs {nbytes} bytes, but {left} are left")
+                _refuse_end(self.path, f"is truncated or corrupt: {what} at byte {start} needs {nbytes} bytes, but {left} are left")
             _refuse(self.path, f"is corrupt: {what} ends at byte {start + nbytes}, and metadata may have at most {_MAX_METADATA} bytes")
         self.position = start + nbytes
         return bytes(self.data[start : self.position])
@@ -225,7 +241,7 @@ class _Cursor:
             _refuse(self.path, f"string {len(out)} of {quoted(key)} is not UTF-8")
         if position > size:
             end = f"the end of the file, or of the {_MAX_METADATA} bytes that metadata may have"
-            _refuse(self.path, f"is truncated or corrupt: string {len(out)} of {quoted(key)} extends past {end}")
+            _refuse_end(self.path, f"is truncated or corrupt: string {len(out)} of {quoted(key)} extends past {end}")
         self.position = position
         return out
 
@@ -239,6 +255,14 @@ class _Cursor:
         if (values > 1).any():
             _refuse(self.path, f"metadata {quoted(key)} must be true or false (1 or 0), got {int(values.max())}")
         return list(values.astype(bool).tolist())
+
+
+class _EndOfData(FormatError):
+    """The header goes beyond the bytes that there are."""
+
+
+def _refuse_end(path: Path, what: str) -> NoReturn:
+    raise _EndOfData(f"{_SPEAKER}: {path} {what}")
 
 
 def _refuse(path: Path, what: str) -> NoReturn:

@@ -19,7 +19,7 @@ from tinyvllm.cli import main
 from tinyvllm.config import DEFAULT_MODEL, resolve
 from tinyvllm.engine.frontend import plan_engine
 from tinyvllm.engine.tools.plan import Plan
-from tinyvllm.errors import ArgumentError, FormatError, ModelError, OutOfMemoryError
+from tinyvllm.errors import FormatError, ModelError, OutOfMemoryError
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2,
@@ -186,12 +186,6 @@ def damaged(folder: Path, kind: str) -> Path:
 def test_a_hostile_header_is_the_loaders_error(tmp_path, kind, error, message):
     with pytest.raises(error, match=message):
         planned(damaged(tmp_path / "m", kind))
-
-
-def test_a_hub_name_is_refused_before_anything_is_opened(monkeypatch):
-    monkeypatch.setattr("tinyvllm.engine.tools.plan.start_device", lambda *arguments: pytest.fail("the device was opened"))
-    with pytest.raises(ArgumentError, match=r"'org/name' is no folder and no GGUF file here.*give a folder with config.json"):
-        planned("org/name")
 
 
 def test_an_engine_that_refuses_to_start_says_the_plan(sparse, monkeypatch):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyvllm.config import QUANTIZATIONS, EngineConfig, cache_folder
 from tinyvllm.engine.drafter_memory import drafter_memory
-from tinyvllm.errors import ArgumentError, KernelError, ModelError, OutOfMemoryError, ToolchainError
+from tinyvllm.errors import KernelError, ModelError, OutOfMemoryError, ToolchainError
 from tinyvllm.host_memory import megabytes
 from tinyvllm.runner.device import start_device
 
@@ -123,31 +123,42 @@ def make_plan(config: EngineConfig, memory: int | None = None, speed: bool = Tru
     """The plan of a configuration, on this machine or on one with `memory` free bytes.
 
     With `speed` the roof is measured if this machine has none yet, with `measure` in any case. ArgumentError, ModelError and FormatError as
-    an engine raises them; too little memory is no error but part of the plan.
+    an engine raises them; too little memory is no error but part of the plan. Of a model on a hub only the headers are fetched.
     """
-    _require_local(config)
     config = replace(config, device=start_device(config.device, cache_folder()))
     from tinyvllm.runner.memory import free_memory, memory_limit
+
+    available, limit = (free_memory(config.device), memory_limit(config.device)) if memory is None else (memory, "--memory")
+    with _local(config, available) as (name, local):
+        return _plan(name, local, available, limit, speed, measure)
+
+
+@contextlib.contextmanager
+def _local(config: EngineConfig, available: int) -> Iterator[tuple[str, EngineConfig]]:
+    """The model's name, and the configuration with a path: of a hub's model that of copies of its headers."""
+    from tinyvllm.weights.hub import parse_name
+    from tinyvllm.weights.hub_files import plan_pull
+    from tinyvllm.weights.hub_headers import header_copies
+
+    if os.path.exists(os.path.expanduser(config.model)) or parse_name(config.model) is None:
+        yield config.model, config
+        return
+    pull = plan_pull(config.model, config.revision, available)
+    with header_copies(pull) as path:
+        yield pull.name, replace(config, model=str(path), revision=None)
+
+
+def _plan(name: str, config: EngineConfig, available: int, limit: str, speed: bool, measure: bool) -> Plan:
     from tinyvllm.runner.opened import open_model
     from tinyvllm.runner.planned import architecture_of_model, bytes_by_format, planned_kernels
 
     opened = open_model(config, config.device)
-    available, limit = (free_memory(config.device), memory_limit(config.device)) if memory is None else (memory, "--memory")
     sizes = make_sizes(config, opened, drafter_memory(config, opened), available, limit)
     held = opened.outline().held  # last: the kernels are those of the model with these weights
     blocks, longest = (1, sizes.wanted_context) if sizes.start is None else (sizes.start.num_blocks, sizes.start.max_model_len)
     kernels = planned_kernels(config, opened, blocks, longest)
     predicted, reason = _predicted(config, opened, held, kernels, longest, measure) if speed else (None, "it was switched off")
-    return Plan(config.model, config.device, architecture_of_model(opened), bytes_by_format(held), sizes, kernels, predicted, reason)
-
-
-def _require_local(config: EngineConfig) -> None:
-    """ArgumentError for the name of a model on a hub: opening it would download all of its files."""
-    if not os.path.exists(os.path.expanduser(config.model)):
-        raise ArgumentError(
-            f"plan: {config.model!r} is no folder and no GGUF file here, and plan downloads nothing: give a folder with config.json and "
-            "safetensors, or a GGUF file"
-        )
+    return Plan(name, config.device, architecture_of_model(opened), bytes_by_format(held), sizes, kernels, predicted, reason)
 
 
 def make_sizes(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory, available: int, limit: str) -> Sizes:
