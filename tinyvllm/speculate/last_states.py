@@ -24,6 +24,7 @@ from tinyvllm.speculate.picks import guess_flags
 from tinyvllm.speculate.protocol import Draft, DraftRequest, StateRows
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)  # numbers of guesses that are captured, with `max_drafts`: a guess too many costs less than a capture
+FEW_SEQUENCES = 4  # up to which steps with less than `max_drafts` drafts are captured ahead of time, too
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,14 @@ class LastStates:
         return drafts
 
     def capture(self, shape: Shape, states: Tensor | None) -> None:
-        """Keep rows of such a step, and guess from them: with the usual K for any number of sequences, with smaller ones for one."""
+        """Keep rows of such a step, and guess from them: with the usual K for any number of sequences, with smaller ones for few."""
         assert states is not None, "the runner keeps the states of a drafter's layers"
         for R in self._numbers_of_sequences(shape):
             self._capture_keep(states, shape, R)
             if R in self._guessed:
                 continue
             self._guessed.add(R)
-            counts = {self.max_drafts} if R > 1 else {self._count(k) for k in range(1, self.max_drafts + 1)}
+            counts = {self.max_drafts} if R > FEW_SEQUENCES else {self._count(k) for k in range(1, self.max_drafts + 1)}
             for K, flags in product(sorted(counts), PLAIN_DRAWS):
                 self._guess(Guessing([], [], K, flags, R))
         self._kept.clear()
@@ -116,14 +117,14 @@ class LastStates:
     def _numbers_of_sequences(self, shape: Shape) -> list[int]:
         """Of how many sequences, padding included, rows are kept after steps of this shape, without drafts or with.
 
-        Near its last token a sequence has fewer drafts; of several, most have K.
+        Near its last token a sequence has fewer drafts, and the controller may want fewer of all: of few sequences any number is expected.
         """
         if shape.chunks:
             return [decode_bucket(shape.sequences)]
-        K = self.max_drafts
-        drafted = [1 for k in range(1, K) if power_bucket(k + 1) == shape.decodes]
-        drafted += [n for n in range(1, shape.decodes) if power_bucket(n * (K + 1)) == shape.decodes]
-        return sorted({decode_bucket(n) for n in (*drafted, shape.decodes) if n <= self._max_num_seqs})
+        K, T = self.max_drafts, shape.decodes
+        drafted = [n for n in range(1, FEW_SEQUENCES + 1) if power_bucket(n + 1) <= T <= power_bucket(n * (K + 1))]
+        drafted += [n for n in range(FEW_SEQUENCES + 1, T) if power_bucket(n * (K + 1)) == T]
+        return sorted({decode_bucket(n) for n in (*drafted, T) if n <= self._max_num_seqs})
 
     def _count(self, wanted: int) -> int:
         """How many guesses to make where `wanted` are asked for."""
