@@ -85,6 +85,7 @@ class EngineConfig:
     enable_cascade          read a cached prefix that running sequences share once for all of them
     warm_up                 capture common steps ahead of time: LLM at construction, AsyncLLM one at a time while idle
     record                  file to which arrivals and parameters are written, for `replay`
+    profile                 file to which a trace of all steps is written (docs/profile.md)
     energy                  measure the joules of each request (docs/energy.md)
     seed                    source of the seeds of requests without their own; None draws from the system
     """
@@ -120,6 +121,7 @@ class EngineConfig:
     enable_cascade: bool = True
     warm_up: bool = False
     record: str | None = None
+    profile: str | None = None
     energy: bool = False
     seed: int | None = None
 
@@ -133,7 +135,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, low, high in _INTEGERS:
             _check_integer(name, getattr(self, name), low, high)
-        for name in ("model", "served_model_name", "tokenizer", "revision", "imatrix", "prefix_cache_dir", "record"):
+        for name in ("model", "served_model_name", "tokenizer", "revision", "imatrix", "prefix_cache_dir", "record", "profile"):
             _check_text(name, getattr(self, name), optional=name != "model")
         for name in ("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling", "enable_cascade", "warm_up", "energy"):
             if type(getattr(self, name)) is not bool and not (name == "async_scheduling" and self.async_scheduling is None):
@@ -219,7 +221,7 @@ def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str
         if name not in known:
             raise ArgumentError(f"unknown engine option {name!r}{nearest(name, [*known, *VLLM])}")
     values = {name: value for name, value in given.items() if value is not None}
-    for name in ("tokenizer", "imatrix", "prefix_cache_dir", "record"):
+    for name in ("tokenizer", "imatrix", "prefix_cache_dir", "record", "profile"):
         if name in values:
             values[name] = os.fspath(values[name])
             expand_home(name, values[name])  # for its error

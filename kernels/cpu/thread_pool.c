@@ -25,17 +25,18 @@ struct shared {
 
 static uint64_t clock_now(void);
 static uint64_t clock_ticks(long microseconds);
-static void run_list(const struct thread_team *team, const int64_t *list, long count);
+static void run_list(const struct thread_team *team, const int64_t *list, long count, uint64_t *marks);
 
 long pool_work(struct shared *shared, long thread, long threads, long seen, long patience);
 uint64_t pool_post(struct shared *shared, long threads, const int64_t *list, long count, long times);
-void pool_go(struct shared *shared, long threads);
+void pool_go(struct shared *shared, long threads, uint64_t *marks);
 
-// One of the three functions below, by its number.
+// One of the four functions below, by its number.
 long thread_pool(long function, struct shared *shared, long a, long b, long c, long d) {
   if (function == 0) return pool_work(shared, a, b, c, d);
   if (function == 1) return (long)pool_post(shared, a, (const int64_t *)b, c, d);
-  pool_go(shared, a);
+  if (function == 3) return (long)clock_now();
+  pool_go(shared, a, (uint64_t *)b);
   return 0;
 }
 
@@ -56,7 +57,7 @@ long pool_work(struct shared *shared, long thread, long threads, long seen, long
     }
     if (shared->quit) return -1;
     seen++;
-    for (long i = shared->times; i > 0; i--) run_list(&team, shared->list, shared->count);
+    for (long i = shared->times; i > 0; i--) run_list(&team, shared->list, shared->count, 0);
   }
 }
 
@@ -73,10 +74,11 @@ uint64_t pool_post(struct shared *shared, long threads, const int64_t *list, lon
   return wake;
 }
 
-// Take part in the posted list as thread 0; returns when all of it has run.
-void pool_go(struct shared *shared, long threads) {
+// Take part in the posted list as thread 0; returns when all of it has run. `marks` [count + 1], or null: the clock before the first kernel
+// and after each, for profiles.
+void pool_go(struct shared *shared, long threads, uint64_t *marks) {
   const struct thread_team team = {0, (int)threads, &shared->pool};
-  for (long i = shared->times; i > 0; i--) run_list(&team, shared->list, shared->count);
+  for (long i = shared->times; i > 0; i--) run_list(&team, shared->list, shared->count, marks);
 }
 
 static void invoke(int64_t address, int64_t n, const int64_t *a) {
@@ -92,8 +94,9 @@ static void invoke(int64_t address, int64_t n, const int64_t *a) {
   else ((void (*)(LONG32, LONG32))call)(A16(0), A16(16), A16(32), A16(48));
 }
 
-static void run_list(const struct thread_team *team, const int64_t *list, long count) {
+static void run_list(const struct thread_team *team, const int64_t *list, long count, uint64_t *marks) {
   int64_t a[MAX_ARGUMENTS] = {0};
+  if (marks) *marks++ = clock_now();
   for (long i = 0; i < count; i++) {
     const int64_t address = list[0], kind = list[1], n = list[2], place = list[3], cores = list[4];
     list += 5;
@@ -111,6 +114,7 @@ static void run_list(const struct thread_team *team, const int64_t *list, long c
       invoke(address, n, a);
     }
     if (kind != ALONE || i + 1 == count || list[1] != ALONE) barrier(team);
+    if (marks) *marks++ = clock_now();
   }
 }
 

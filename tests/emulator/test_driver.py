@@ -288,6 +288,25 @@ def test_a_replay_updates_only_changed_nodes(driver):
     assert sets[1] == 1 and sets[2] >= 1 and sets[3] == 0 and sets[4] >= 1
 
 
+def test_a_profiled_replay_launches_each_kernel_and_computes_the_same(driver):
+    from tinyvllm.bridge import KernelTimer, download, start_timing, stop_timing
+
+    total, count, x, y = integers(0), integers(2), integers(1, 2), integers(5, 6)
+    step = captured_step(total, count)
+    step(x, n=1)
+    before, timer = driver.counts.copy(), KernelTimer()
+    start_timing(timer)
+    results = [download(step(tensor, n=n)).tolist() for tensor, n in ((x, 2), (y, 2))]
+    stop_timing(timer)
+    assert results == [(2 * (t.numpy() + 2) + s).tolist() for t, s in ((x, 8), (y, 12))]
+    assert (driver.counts - before)["cuGraphLaunch"] == 0
+    names = [time.name for time in timer.times]
+    assert len(names) == 2 * len(step._graph.kernels) and names.count("planted_reverse") == 4
+    assert all(time.seconds >= 0 for time in timer.times)
+    step(y, n=2)
+    assert len(timer.times) == len(names) and driver.counts["cuGraphLaunch"] == before["cuGraphLaunch"] + 1
+
+
 def test_another_thread_may_replay(driver):
     from tinyvllm.bridge import download, upload
 

@@ -352,6 +352,23 @@ def test_a_replay_updates_changed_arguments(runtime):
     assert changed[1] == changed[3] == 0 and changed[2] == changed[4] > 0, "variables are in a buffer, inputs in commands"
 
 
+def test_a_profiled_replay_launches_each_kernel_and_computes_the_same(runtime):
+    from tinyvllm.bridge import KernelTimer, download, start_timing, stop_timing
+
+    total, count, x, y = integers(0), integers(2), integers(1, 2), integers(5, 6)
+    step = captured_step(total, count)
+    step(x, n=1)
+    before, timer = runtime.counts.copy(), KernelTimer()
+    start_timing(timer)
+    results = [download(step(tensor, n=n)).tolist() for tensor, n in ((x, 2), (y, 2))]
+    stop_timing(timer)
+    assert results == [(2 * (t.numpy() + 2) + s).tolist() for t, s in ((x, 8), (y, 12))]
+    assert not (runtime.counts - before)["executeCommandsInBuffer:withRange:"]
+    names = [time.name for time in timer.times]
+    assert len(names) == 2 * len(step._graph.kernels) and names.count("planted_reverse") == 4
+    assert all(time.seconds >= 0 for time in timer.times)
+
+
 def test_another_thread_may_replay(runtime):
     from tinyvllm.bridge import download, upload
 

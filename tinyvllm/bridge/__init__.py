@@ -14,6 +14,7 @@
     kept_record    a captured step as a record, and back
     names          names of buffers that are the same in every process
     lowering       recorded calls as what a device replays
+    kernel_times   timing of the kernels of a step, one by one
     graph          base classes of a backend's graph of a captured step
     arena          memory that captured steps share
     memory         host access to device buffers
@@ -57,6 +58,7 @@ from tinyvllm.bridge.device import (
 from tinyvllm.bridge.graph import GraphKernel, JobGraph, Launch, StepGraph
 from tinyvllm.bridge.hooks import DeviceCopies, DeviceHooks, ImportedPages, QueueEvent, Transfer, install_hooks, remove_hooks
 from tinyvllm.bridge.kept import KeptStep, KeptSteps, StepNotes
+from tinyvllm.bridge.kernel_times import KernelTime, KernelTimer, kernel_timer, start_timing, stop_timing
 from tinyvllm.bridge.lazy_init import uninitialized
 from tinyvllm.bridge.memory import Reading, download, host_address, opaque_memory, peek, read_async, upload, upload_parts
 from tinyvllm.bridge.metal import from_objc_string, metal_bindings, metal_buffer_over, to_objc_string
@@ -71,14 +73,14 @@ from tinyvllm.bridge.timing import TimedProgram
 
 __all__ = [
     "UNUSED_LIBRARIES", "CaptureWork", "Captured", "CapturedCall", "DeviceCopies", "DeviceHooks", "GraphKernel", "ImportedPages",
-    "JobGraph", "KeptStep", "KeptSteps", "Launch", "PendingWork", "Program", "QueueEvent", "Reading", "Recorded", "StepGraph", "StepNotes",
-    "TimedProgram", "Transfer", "Unkept", "alias", "architecture", "byte_spans", "capture_work", "code_address", "compile_clock",
-    "compile_text", "compile_to_cubins", "copied", "cuda_driver", "cuda_runtime", "defer_frees", "define_process_tensor", "device_buffer",
-    "download", "empty", "emulate_half_without_f16c", "enable_program_cache", "forbid_tensor_cores", "from_objc_string", "has_graph",
-    "host_address", "install_hooks", "launch_program", "load_object", "load_program", "mapped", "metal_bindings", "metal_buffer_over",
-    "name_process_tensor", "opaque_memory", "opened_device", "peek", "prefer_device", "profiling", "raise_memory_errors", "read_async",
-    "recover_device", "release_deferred", "remove_hooks", "render_bfloat16_as_bits", "repeat", "replace_copy_in", "run_program",
-    "scatter_add", "share_programs", "shared_zeros", "spans", "store_kv", "store_packed_kv", "suppress_finalizing", "synchronize",
-    "time_generated_kernels", "tinygrad_setting", "tinygrad_settings", "to_objc_string", "uninitialized", "upload", "upload_parts",
-    "use_c_compiler", "use_graph",
+    "JobGraph", "KeptStep", "KeptSteps", "KernelTime", "KernelTimer", "Launch", "PendingWork", "Program", "QueueEvent", "Reading",
+    "Recorded", "StepGraph", "StepNotes", "TimedProgram", "Transfer", "Unkept", "alias", "architecture", "byte_spans", "capture_work",
+    "code_address", "compile_clock", "compile_text", "compile_to_cubins", "copied", "cuda_driver", "cuda_runtime", "defer_frees",
+    "define_process_tensor", "device_buffer", "download", "empty", "emulate_half_without_f16c", "enable_program_cache",
+    "forbid_tensor_cores", "from_objc_string", "has_graph", "host_address", "install_hooks", "kernel_timer", "launch_program",
+    "load_object", "load_program", "mapped", "metal_bindings", "metal_buffer_over", "name_process_tensor", "opaque_memory", "opened_device",
+    "peek", "prefer_device", "profiling", "raise_memory_errors", "read_async", "recover_device", "release_deferred", "remove_hooks",
+    "render_bfloat16_as_bits", "repeat", "replace_copy_in", "run_program", "scatter_add", "share_programs", "shared_zeros", "spans",
+    "start_timing", "stop_timing", "store_kv", "store_packed_kv", "suppress_finalizing", "synchronize", "time_generated_kernels",
+    "tinygrad_setting", "tinygrad_settings", "to_objc_string", "uninitialized", "upload", "upload_parts", "use_c_compiler", "use_graph",
 ]  # fmt: skip

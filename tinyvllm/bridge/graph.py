@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 from tinygrad import UOp
@@ -11,6 +13,7 @@ from tinygrad.device import Buffer
 from tinygrad.engine.jit import GraphRunner
 from tinygrad.uop.ops import Ops, ProgramInfo
 
+from tinyvllm.bridge.kernel_times import KernelTime, KernelTimer
 from tinyvllm.bridge.memory import buffer_of
 
 
@@ -51,6 +54,7 @@ class Launch:
     runtime  the program as the device's runtime loaded it
     buffers  of the call, allocated
     inputs   (position, i): input i of a replay is the buffer at this position
+    flops, nbytes  the work that the kernel's plan states, for profiles; 0 where it states none
     """
 
     program: ProgramInfo
@@ -58,6 +62,18 @@ class Launch:
     runtime: Any
     buffers: list[Buffer]
     inputs: list[tuple[int, int]]
+    flops: int = 0
+    nbytes: int = 0
+
+    def timed(self, start: float, seconds: float) -> KernelTime:
+        """This launch in a profile."""
+        return KernelTime(self.program.function_name, start, seconds, self.flops, self.nbytes)
+
+
+def _stated_work(program: UOp) -> tuple[int, int]:
+    """(operations, bytes) of a compiled program in tinygrad's graph. 0 where they depend on a variable: its largest value is meant."""
+    work = program.src[0].arg.estimates
+    return (0, 0) if work is None or program.arg.vars else (int(work.ops), int(work.mem))
 
 
 class StepGraph(GraphRunner):
@@ -80,7 +96,7 @@ class StepGraph(GraphRunner):
         if isinstance(linear, UOp):
             super().__init__(linear, input_uops)
             self.launches = [
-                Launch(program.arg, program.src[4].arg, runtime, list(buffers), inputs)
+                Launch(program.arg, program.src[4].arg, runtime, list(buffers), inputs, *_stated_work(program))
                 for (_, program, buffers, _), runtime, inputs in zip(self.calls, self.runtimes, self.uop_replace, strict=True)
             ]
         else:
@@ -103,6 +119,19 @@ class StepGraph(GraphRunner):
     def memory_of(inputs: tuple[UOp, ...]) -> list[Any]:
         """tinygrad's opaque memory of each input."""
         return [buffer_of(u)._buf for u in inputs]
+
+    def run_alone(self, inputs: tuple[UOp, ...], values: dict[str, int], timer: KernelTimer) -> None:
+        """Launch the kernels of a GPU one by one, each after the last has ended, with the GPU's own times of each."""
+        moved = self.memory_of(inputs) if any(self.uop_replace) else []
+        for launch, kernel, replace in zip(self.launches, self.kernels, self.uop_replace or repeat([]), strict=False):
+            memory = list(kernel.memory)
+            for position, i in replace:
+                memory[position] = moved[i]
+            grid, block = kernel.info.launch_dims(values)
+            numbers = tuple(values[variable.expr] for variable in kernel.info.vars)
+            start = time.perf_counter()
+            seconds = kernel.runtime(*(memory[i] for i in kernel.info.globals), global_size=grid, local_size=block, vals=numbers, wait=True)
+            timer.times.append(launch.timed(start, float(seconds)))
 
     @classmethod
     def supports_uop(cls, batch_devs: list[Any], new_call: UOp) -> bool:  # type: ignore[override]

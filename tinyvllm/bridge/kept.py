@@ -27,7 +27,7 @@ from tinyvllm.storage.folders import remove
 log = logging.getLogger("tinyvllm")
 
 ROOM = "steps"
-VERSION = 1  # of the records
+VERSION = 2  # of the records
 MAX_RECORD = 8 << 20  # bytes of a file
 MAX_CODE = 16 << 20
 MAX_FILES = 4096  # of the room: the oldest half is removed when there are more

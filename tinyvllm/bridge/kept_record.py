@@ -33,6 +33,7 @@ LoadProgram = Callable[[str, ProgramInfo], tuple[bytes, Any]]  # the code and th
 MAX_LAUNCHES = 1 << 16
 MAX_MEMORY = 1 << 16  # pieces of memory of a step, and its buffers by the same limit
 MAX_BYTES = 1 << 40  # of one
+MAX_WORK = 1 << 60  # operations, or bytes, of a launch
 MAX_NUMBER = 1 << 31  # sizes of launches, and integers of kernels
 _DTYPES = {dtype.name: dtype for dtype in (dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int32, dtypes.uint32, dtypes.uint8)}
 
@@ -49,7 +50,8 @@ def record_of(
     for launch in graph.launches:
         program = own.setdefault((launch.program, launch.binary), len(own))
         moved = dict(launch.inputs)
-        launches.append([program, [memory.index_of(buffer, moved.get(position)) for position, buffer in enumerate(launch.buffers)]])
+        launches.append([program, [memory.index_of(buffer, moved.get(position)) for position, buffer in enumerate(launch.buffers)],
+                         launch.flops, launch.nbytes])  # fmt: skip
     programs = [_program_record(info, keep(binary)) for info, binary in own]
     structure = _result_record(result, memory)
     return {"programs": programs, "memory": memory.pieces, "buffers": memory.buffers, "launches": launches, "result": structure}
@@ -228,7 +230,8 @@ def _launch(launch: list[Any], programs: Sequence[tuple[ProgramInfo, bytes, Any]
     if not parts or not {*info.globals, *info.outs, *info.ins} <= {*range(len(parts))}:
         raise Damaged(f"{info.name} takes other arguments than {len(parts)}")
     inputs = [(position, i) for position, (_, i) in enumerate(parts) if i is not None]
-    return Launch(info, binary, runtime, [buffer for buffer, _ in parts], inputs)
+    flops, nbytes = _integers(launch[2:], 0, MAX_WORK, count=2)
+    return Launch(info, binary, runtime, [buffer for buffer, _ in parts], inputs, flops, nbytes)
 
 
 def _result(result: Any, buffers: Sequence[tuple[Buffer, int | None]], device: str, depth: int) -> Any:

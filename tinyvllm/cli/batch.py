@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from tinyvllm.cli.batch_file import check_input, custom_id_of, is_failed, read_r
 from tinyvllm.cli.lines import MAX_LINE, SYNC_SECONDS, AnswerFile
 from tinyvllm.cli.options import engine_options
 from tinyvllm.cli.progress import Progress, say
-from tinyvllm.cli.serve import model_specs
+from tinyvllm.cli.serve import check_profile, model_specs, say_profile
 from tinyvllm.config import EngineConfig, resolve
 from tinyvllm.errors import ArgumentError
 from tinyvllm.server.core.batch_lines import Line, answer_line
@@ -36,6 +37,7 @@ _MAX_PAUSE = 30.0  # seconds before a request is tried again
 def run(options: argparse.Namespace) -> int:
     """The exit code: 1 if requests failed, in this run or an earlier one; their lines have the reasons."""
     specs = model_specs(getattr(options, "model", None), options.served_model_name, engine_options(options))
+    check_profile(specs)
     for spec in specs.values():
         resolve(**spec)
     if options.concurrency is not None and options.concurrency < 1:
@@ -91,6 +93,7 @@ async def _answer_all(options: argparse.Namespace, specs: Mapping[str, Mapping[s
         return 1 if output.failed else 0
     waiting = (line for line in read_requests(options.input) if line.custom_id not in output.done)
     models = Models(specs)
+    models.on_unload = partial(say_profile, options.quiet)
     config = ServerConfig(lenient=getattr(options, "lenient", False), access_log=False, beat_seconds=3600.0, max_body=MAX_LINE)
     app, _ = create_app(config, models)
     tally, start = Tally(), time.monotonic()

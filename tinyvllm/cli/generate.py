@@ -162,6 +162,8 @@ class _Run:
             say(line)
         if self._tally.prompts:
             say(closing_line(self._llm, self._tally, self._llm.engine.stats.num_steps - self._steps))
+        if self._llm.engine.trace is not None:
+            say(self._llm.engine.trace.table.text())
 
     def _failure(self, source: str, error: TinyvllmError) -> TinyvllmError:
         """The error of the run: that of its only prompt, or a failure (exit code 1) that names the first of several."""

@@ -101,6 +101,7 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
         },
     ),
     ("--record", {"metavar": "F", "help": "record the traffic in this .jsonl file, for replay"}),
+    ("--profile", {"metavar": "F", "help": "write a trace of all steps for Perfetto to this .json file; a table of kernels at the end"}),
     ("--energy", {"action": "store_true", "help": "measure the joules of each request, where counters can be read"}),
     ("--load-format", {"metavar": "F", "help": f"{', '.join(LOAD_FORMATS)}; dummy fills the model with random weights"}),
 )
@@ -149,6 +150,7 @@ SERVER_OPTIONS: tuple[Option, ...] = (
     ),
     ("--api-key-file", {"metavar": "F", "default": None, "help": "file of keys, one a line, followed by name=... and limits"}),
     ("--store", {"action": argparse.BooleanOptionalAction, "help": "keep answers of /v1/responses, files and batches in memory"}),
+    ("--allow-trace", {"action": "store_true", "help": "answer /debug/trace?steps=N with a trace of the next steps"}),
     ("--share-prefixes", {"action": "store_true", "help": "API keys share cached prefixes; without it each key has its own"}),
     ("--return-tokens-as-token-ids", {"action": "store_true", "help": 'log-probabilities write tokens as "token_id:5"'}),
     ("--enable-force-include-usage", {"action": "store_true", "help": "every event of a stream has the usage"}),

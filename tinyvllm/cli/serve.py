@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from tinyvllm.cli.values import NamedModel
 from tinyvllm.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from tinyvllm.engine.async_llm import AsyncLLM
     from tinyvllm.server.core.config import ServerConfig
 
 _BUNDLED = "tinyvllm"
@@ -27,6 +29,7 @@ def run(options: argparse.Namespace) -> int:
     publishing = [name for name, spec in specs.items() if "kv_events_config" in spec]
     if len(publishing) > 1:
         raise ArgumentError(f"--kv-events-config is for one model: {len(publishing)} would share its endpoint; start a server each")
+    check_profile(specs)
     for spec in specs.values():
         _check(spec, options.allow_lossy_speculation)
     try:
@@ -49,8 +52,27 @@ def run(options: argparse.Namespace) -> int:
             print(line, file=sys.stderr, flush=True)
 
     aliases = {name: names[0] for name in names[1:]}
-    serve(lambda: create_app(config, Models(specs, options.unload_idle, aliases), keys), sock, ready)
+
+    def models() -> Models:
+        models = Models(specs, options.unload_idle, aliases)
+        models.on_unload = partial(say_profile, options.quiet)
+        return models
+
+    serve(lambda: create_app(config, models(), keys), sock, ready)
     return 0
+
+
+def check_profile(specs: Mapping[str, Mapping[str, Any]]) -> None:
+    """ArgumentError if several models would share the file of a profile."""
+    files = [spec["profile"] for spec in specs.values() if "profile" in spec]
+    if len(set(files)) < len(files):
+        raise ArgumentError(f"--profile is for one model: {len(files)} would share {files[0]}; start a server each, or use /debug/trace")
+
+
+def say_profile(quiet: bool, name: str, llm: AsyncLLM) -> None:
+    """The table of kernels of an engine that has ended, on stderr."""
+    if llm.profile_table is not None and not quiet:
+        print(llm.profile_table, file=sys.stderr, flush=True)
 
 
 def ready_line(url: str, served: Sequence[str], seconds: float, config: ServerConfig) -> str:

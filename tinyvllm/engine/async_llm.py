@@ -24,6 +24,7 @@ from tinyvllm.engine.fingerprint import Fingerprint
 from tinyvllm.engine.frontend import prefill_options, start_engine, submit
 from tinyvllm.engine.prompt import Encoded, Message, Prompt, default_sampling_params, encode_piece, encode_prompt, is_conversation, spread
 from tinyvllm.engine.segments import MAX_TRIES, PREFILL_PARAMS, Segment, eviction_error, output_token_ids, raise_if_failed
+from tinyvllm.engine.tools.trace_output import TraceMemory
 from tinyvllm.errors import ArgumentError, TinyvllmError
 from tinyvllm.request import BeamSearchParams, RequestOptions, RequestOutput, SamplingParams
 
@@ -56,6 +57,7 @@ class AsyncLLM:
         self._wake = threading.Condition()
         self._commands: list[Callable[[Engine], None]] = []  # guarded by _wake
         self._closing = False  # guarded by _wake
+        self.profile_table: str | None = None  # of the option `profile`, once the engine has ended
         self._failure: BaseException | None = None  # why the thread ended, written before _closing
         self._on_failure: Callable[[BaseException], None] | None = None  # guarded by _wake
         self._mailboxes: dict[str, _Mailbox] = {}  # by the engine's key; guarded by _wake
@@ -247,6 +249,25 @@ class AsyncLLM:
         totals: EnergyTotals | None = await self._call(lambda engine: None if engine.energy is None else engine.energy.read())
         return totals
 
+    async def trace(self, steps: int, seconds: float) -> str:
+        """The next `steps` steps as JSON for Perfetto (engine/tools/trace.py), or those that run within `seconds`. BusyError while another
+        trace runs."""
+        from tinyvllm.engine.tracing import start_trace, stop_trace  # tinygrad comes with it
+
+        loop, ended, output = asyncio.get_running_loop(), asyncio.Event(), TraceMemory()
+
+        def on_end() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(ended.set)
+
+        trace = await self._call(lambda engine: start_trace(engine, output, steps, on_end))
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), seconds)
+        finally:
+            await asyncio.shield(self._call(lambda engine: stop_trace(engine, trace)))
+        return output.text()
+
     async def ignored_keywords(self, params: SamplingParams) -> tuple[str, ...]:
         """The places in the JSON schemas of a request that its grammar does not hold. The grammar is kept for the request.
 
@@ -331,6 +352,8 @@ class AsyncLLM:
             if self._failure is not None and on_failure is not None:
                 on_failure(self._failure)  # first: a caller that has its error finds the server in the state that follows from it
             self._deliver([(mailbox, failure) for mailbox in mailboxes])
+            if config.profile is not None and engine.trace is not None:
+                self.profile_table = engine.trace.table.text()
             try:
                 engine.close()
             except Exception as error:

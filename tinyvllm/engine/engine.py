@@ -31,6 +31,7 @@ from tinyvllm.engine.stages import Stages
 from tinyvllm.engine.startup import DEVICE_LOCK, Progress, cache_facts, eos_ids_of, load_model_tokenizer, load_runner, new_scheduler
 from tinyvllm.engine.stats import Costs, EngineStats, memory_bandwidth
 from tinyvllm.engine.status import engine_status, explain_prefix
+from tinyvllm.engine.tools.trace import StepTrace
 from tinyvllm.engine.warmup import new_warmup, tune_next
 from tinyvllm.errors import RequestError, TinyvllmError
 from tinyvllm.metrics import engine_metrics
@@ -79,6 +80,7 @@ class Engine:
             cache_facts(config, scheduler.pool.num_blocks, self.max_model_len),
         )
         self.energy = energy
+        self.trace: StepTrace | None = None  # of tracing.py
         if energy is not None:
             self.metrics.energy = energy.totals
         self._connect(scheduler, observers)
@@ -93,7 +95,7 @@ class Engine:
         self.stats = EngineStats(self.metrics, costs, scheduler, lambda: runner.capture_work().count, runner.architecture)
         if self.energy is not None:
             self.stats.bill = self.energy.bill
-        self.observer: EngineObserver = Observers([self.stats, *observers])
+        self.observer = Observers([self.stats, *observers])
         self.sampler = Sampler(runner.config.vocab_size, config.max_num_seqs, config.device, runner.kept_steps)
         self.constraints = TokenConstraints(self.sampler, self.tokenizer, self.eos_ids, self.metrics)
         self.requests = ActiveRequests(scheduler, self.sampler, self.constraints, self.observer, self.eos_ids)
@@ -282,5 +284,6 @@ class Engine:
         self.runner.drop_untimed_kernels()
         self.constraints.close()
         self.observer.engine_closed()
+        self.trace = None
         for name in ("runner", "sampler", "stages", "loop", "_plain_loop", "speculation", "recovery"):
             self.__dict__.pop(name, None)

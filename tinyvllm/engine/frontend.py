@@ -23,18 +23,28 @@ def start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
     the endpoints of `kv_events_config` cannot be used."""
     from tinyvllm.engine.engine import Engine  # tinygrad comes with it, and a wrong option is reported without waiting for that
     from tinyvllm.engine.tools.record import record_to
+    from tinyvllm.engine.tools.trace_output import TraceFile
+    from tinyvllm.engine.tracing import start_trace
 
     observers: list[EngineObserver] = []
+    profile: TraceFile | None = None
     try:
         if config.record is not None:
             observers.append(record_to(config.record))
         if config.kv_events_config is not None:
             observers.append(CacheEvents(config.kv_events_config, config.block_size))
+        if config.profile is not None:
+            profile = TraceFile(config.profile)
         energy = open_energy(config)
         if energy is not None:
             observers.append(energy)
-        return Engine(config, progress, observers=observers, energy=energy)
+        engine = Engine(config, progress, observers=observers, energy=energy)
+        if profile is not None:
+            start_trace(engine, profile)
+        return engine
     except BaseException:
+        if profile is not None:
+            profile.close()
         for observer in observers:
             observer.engine_closed()
         raise

@@ -103,6 +103,14 @@ class Observers(EngineObserver):
             clock = observer.watch_clock(clock)
         return clock
 
+    def add(self, observer: EngineObserver) -> None:
+        """Also pass events to this one, from now on. Between two steps."""
+        self._observers = (*self._observers, observer)
+
+    def remove(self, observer: EngineObserver) -> None:
+        """Pass events to this one no more. Between two steps."""
+        self._observers = tuple(each for each in self._observers if each is not observer)
+
     # ---- events of a request ----
 
     def request_added(self, request: ActiveRequest) -> None:

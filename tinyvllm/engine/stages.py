@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -34,6 +34,14 @@ class Step:
     flags: SamplingFlags
 
 
+class LaunchEvents(Protocol):
+    """What a trace wants to know in addition to an observer. Nothing is called without a trace."""
+
+    def launch_started(self) -> None: ...
+
+    def launch_ended(self) -> None: ...
+
+
 class Stages:
     """One method a stage, each for one step of one engine."""
 
@@ -49,6 +57,7 @@ class Stages:
         self.runner, self.sampler, self.constraints = runner, sampler, constraints
         self.requests, self.scoring, self.observer = requests, scoring, observer
         self.on_states: Callable[[PreparedStep, Tensor], None] | None = None  # called with the hidden states of each step, if wanted
+        self.trace: LaunchEvents | None = None  # of the trace that runs, if there is one
         self.scheduled: Schedule | None = None  # the last schedule; None while the next one is chosen
 
     @property
@@ -109,14 +118,22 @@ class Stages:
         """Start the forward pass. The scheduler counts the tokens of all `num_steps` as computed."""
         self.observer.phase_ended("prepare")
         self.observer.step_launched(step.schedule, self.requests.owners, num_steps)
+        if self.trace is not None:
+            self.trace.launch_started()
         logits = self.runner.launch(step.inputs)
+        if self.trace is not None:
+            self.trace.launch_ended()
         self.scheduler.advance(step.schedule, num_steps)
         return logits
 
     def launch_whole(self, step: Step) -> Reading:
         """Start forward pass, draw and advance of a step of decodes as one launch; its tokens [B] are read later."""
         inputs, flags = step.inputs, step.flags
+        if self.trace is not None:
+            self.trace.launch_started()
         tokens = self.runner.decode(inputs, self.sampler.step(inputs.num_logits, flags), flags, plain=not flags)
+        if self.trace is not None:
+            self.trace.launch_ended()
         self.sampler.mark_drawn(inputs.num_logits, flags, 1)
         self.observer.step_launched(step.schedule, self.requests.owners, 1)
         self.scheduler.advance(step.schedule)

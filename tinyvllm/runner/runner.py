@@ -336,6 +336,16 @@ class Runner:
         """Seconds in which this process has run compilers."""
         return compile_clock.seconds
 
+    @property
+    def kv_bytes_per_layer(self) -> float:
+        """Bytes of one token's keys and values in one layer."""
+        return self.pool.block_bytes / self.pool.block_size / len(self.pool.layers)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The sliding window of each layer, 0 for full attention."""
+        return tuple(self.config.windows) or (0,) * len(self.pool.layers)
+
     def choices(self) -> list[Choice]:
         """Every choice of a kernel that was made in this process so far."""
         return choices()

@@ -9,8 +9,18 @@ import numpy as np
 from tinygrad import UOp
 
 from tinyvllm.backends.cpu.launch import solo_team
-from tinyvllm.backends.cpu.threads import ALONE, CORES, MAX_ARGUMENTS, TEAM, thread_pool
-from tinyvllm.bridge import GraphKernel, JobGraph, Launch, code_address, host_address, release_deferred, synchronize
+from tinyvllm.backends.cpu.threads import ALONE, CORES, MAX_ARGUMENTS, TEAM, ThreadPool, thread_pool
+from tinyvllm.bridge import (
+    GraphKernel,
+    JobGraph,
+    KernelTimer,
+    Launch,
+    code_address,
+    host_address,
+    kernel_timer,
+    release_deferred,
+    synchronize,
+)
 
 
 class CpuGraph(JobGraph):
@@ -53,7 +63,23 @@ class CpuGraph(JobGraph):
         words = graphs[0]._list if len(graphs) == 1 else np.concatenate([graph._list for graph in graphs])
         synchronize(graphs[0].device_name)
         release_deferred()
-        graphs[0]._pool.run(words, sum(len(graph.kernels) for graph in graphs), times)
+        pool = graphs[0]._pool
+        timer = kernel_timer() if times == 1 else None
+        if timer is None:
+            pool.run(words, sum(len(graph.kernels) for graph in graphs), times)
+        else:
+            run_timed(pool, words, [launch for graph in graphs for launch in graph.launches], timer)
+
+
+def run_timed(pool: ThreadPool, words: np.ndarray, launches: Sequence[Launch], timer: KernelTimer) -> None:
+    """Run a list once, and time its kernels: each from the end of the one before to the barrier after it."""
+    marks, before = np.zeros(len(launches) + 1, np.int64), pool.clock()
+    pool.run(words, len(launches), 1, marks)
+    (ticks, seconds), (end_ticks, end_seconds) = before, pool.clock()
+    starts = seconds + (marks - ticks) * ((end_seconds - seconds) / max(1, end_ticks - ticks))
+    timer.times += [
+        launch.timed(start, end - start) for launch, start, end in zip(launches, starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+    ]
 
 
 def _encoded(kernel: GraphKernel, team: int) -> tuple[list[int], list[int]]:

@@ -13,6 +13,7 @@ import functools
 import mmap
 import os
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from tinyvllm.errors import OutOfMemoryError
 
 TEAM, CORES, ALONE = range(3)  # kinds of kernels in a list, as in kernels/cpu/thread_pool.c
 MAX_ARGUMENTS = 64  # of a kernel, including its team
-_WORK, _POST, _GO = range(3)  # functions, as in kernels/cpu/thread_pool.c
+_WORK, _POST, _GO, _CLOCK = range(4)  # functions, as in kernels/cpu/thread_pool.c
 _SIGNATURE = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_long, ctypes.c_void_p, *[ctypes.c_long] * 4)  # drops the GIL
 _BYTES = 4096
 _PATIENCE = 2000  # microseconds that workers spin after a list: more than the host takes between two steps
@@ -47,15 +48,22 @@ class ThreadPool:
         self._wakeups = [threading.Semaphore(0) for _ in range(self.num_threads)]
         self._threads: list[threading.Thread] = []
 
-    def run(self, kernels: np.ndarray, count: int, times: int = 1) -> None:
-        """Run a list of `count` kernels (int64 words as thread_pool.c has them) `times` times, and return when all of it is done."""
+    def run(self, kernels: np.ndarray, count: int, times: int = 1, marks: np.ndarray | None = None) -> None:
+        """Run a list of `count` kernels (int64 words as thread_pool.c has them) `times` times, and return when all of it is done.
+
+        `marks` int64 [count + 1] gets the clock's ticks before the first kernel of the last time, and after each.
+        """
         if count == 0 or times < 1:
             return  # a list without a barrier could be replaced before the workers read it
         with self._lock:
             if len(self._threads) < self.num_threads - 1:
                 self._start()
             self._post(kernels.ctypes.data, count, times)
-            self._call(_GO, self.address, self.num_threads, 0, 0, 0)
+            self._call(_GO, self.address, self.num_threads, 0 if marks is None else marks.ctypes.data, 0, 0)
+
+    def clock(self) -> tuple[int, float]:
+        """The ticks that `marks` have, and the seconds of time.perf_counter, now."""
+        return self._call(_CLOCK, 0, 0, 0, 0, 0), time.perf_counter()
 
     def _post(self, address: int, count: int, times: int) -> None:
         wake = self._call(_POST, self.address, self.num_threads, address, count, times)

@@ -11,7 +11,16 @@ from tinygrad import UOp, dtypes
 
 from tinyvllm.backends.metal.launch import MAX_BUFFERS
 from tinyvllm.backends.metal.queue import MAX_OFFSET, queue_of
-from tinyvllm.bridge import Launch, StepGraph, device_buffer, metal_bindings, opened_device, suppress_finalizing, tinygrad_setting
+from tinyvllm.bridge import (
+    Launch,
+    StepGraph,
+    device_buffer,
+    kernel_timer,
+    metal_bindings,
+    opened_device,
+    suppress_finalizing,
+    tinygrad_setting,
+)
 from tinyvllm.errors import KernelError
 
 
@@ -109,6 +118,9 @@ class MetalGraph(StepGraph):
         return [((self._metal.MTLBuffer * len(buffers))(*buffers), usage) for buffers, usage in groups if buffers]
 
     def __call__(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int], wait: bool = False) -> float | None:
+        if (timer := kernel_timer()) is not None:
+            self.run_alone(input_uops, var_vals, timer)
+            return None
         self._update(self.memory_of(input_uops), {name: var_vals[name] for name in self.vars})
         work, metal = self._queue.command_buffer(f"batched {len(self.kernels)}"), self._metal
         encoder = work.computeCommandEncoder().retained()

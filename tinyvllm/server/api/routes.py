@@ -10,6 +10,7 @@ from tinyvllm.server.api import (
     batches,
     chat,
     completions,
+    debug,
     embeddings,
     files,
     invocations,
@@ -99,5 +100,6 @@ RESOURCES = (
     Resource("/version", probes.version, "The version of the server"),
     Resource("/load", probes.load, "The number of requests that are running, in vLLM's form"),
     Resource("/status", probes.status, "The load of the engines"),
+    Resource("/debug/trace", debug.trace, "The next steps of an engine as a trace for Perfetto"),
     Resource("/metrics", probes.metrics, "Prometheus metrics"),
 )

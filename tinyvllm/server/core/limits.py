@@ -17,6 +17,8 @@ __all__ = ["MAX_COUNT", "MAX_TOKEN_IDS", "MAX_WORDS", "check_values"]  # those o
 MAX_BODY = 4 * 2**20  # bytes; default of --max-body
 THREAD_BODY = 100_000  # bytes; longer bodies are parsed and checked in a thread
 MAX_CONTAINERS = 50_000  # arrays and objects of a body: parsing a million takes half a second, during which no other thread runs
+MAX_TRACE_STEPS = 1000  # of one call of /debug/trace
+MAX_TRACE_SECONDS = 30.0  # that it waits for them
 MAX_MEMBERS = 150_000  # names in the objects of a body: 400,000 different ones take 0.2 s in the same way
 
 MAX_MESSAGES = 10_000  # messages of a conversation, or items

@@ -50,6 +50,7 @@ class Models:
         self._idle_seconds = idle_seconds
         self._load_engine = load
         self.on_failure: Callable[[str, BaseException], None] = lambda name, error: None  # called in the event loop: an engine has ended
+        self.on_unload: Callable[[str, AsyncLLM], None] = lambda name, llm: None  # called when an engine has ended
         self._memory = asyncio.Lock()  # held while a model is loaded or unloaded
         self._unload_tasks: set[asyncio.Task[None]] = set()
 
@@ -152,3 +153,4 @@ class Models:
             model.timer = None
         if llm is not None:
             await asyncio.to_thread(llm.close)
+            self.on_unload(model.name, llm)

@@ -1,0 +1,247 @@
+"""A trace of the tiny model: phases, kernels with their bytes, requests as flows, bounds; and the same tokens without one."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.starts import use_own_steps
+from tinyvllm import LLM, ArgumentError, SamplingParams
+from tinyvllm.cli import main
+from tinyvllm.engine.tools import trace as module
+from tinyvllm.engine.tools.trace_output import TraceFile, TraceMemory
+from tinyvllm.engine.tracing import start_trace, stop_trace
+from tinyvllm.errors import BusyError, OutputError
+
+PROMPTS = ["hello", "a longer prompt than the first, of several chunks"]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+PHASES = ["schedule", "prepare", "launch", "wait", "sample", "output"]
+OPTIONS: dict[str, Any] = {"num_blocks": 64, "max_num_seqs": 2, "max_num_batched_tokens": 32, "speculative_config": "off"}
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    with LLM(tiny_model, **OPTIONS) as llm:
+        llm.generate(PROMPTS, PARAMS)  # every step is captured
+        yield llm
+
+
+def traced(llm: LLM, prompts: list[str], params: Any = PARAMS) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """The events of some requests, and their tokens."""
+    output = TraceMemory()
+    trace = start_trace(llm.engine, output)
+    outputs = llm.generate(prompts, params)
+    stop_trace(llm.engine, trace)
+    return json.loads(output.text()), [output.outputs[0].token_ids for output in outputs]
+
+
+def of(events: list[dict[str, Any]], kind: str, thread: int | None = None, name: str | None = None) -> list[dict[str, Any]]:
+    return [e for e in events if e["ph"] == kind and thread in (None, e.get("tid")) and name in (None, e["name"])]
+
+
+def test_each_phase_is_in_each_step_once_and_in_order(llm: LLM) -> None:
+    events, _ = traced(llm, PROMPTS)
+    slices = of(events, "X", 1)
+    starts = [i for i, event in enumerate(slices) if event["name"] == "step"]
+    assert len(starts) >= 8
+    for start, end in zip(starts, [*starts[1:], len(slices)], strict=True):
+        step, *phases = slices[start:end]
+        names = [phase["name"] for phase in phases]
+        assert names == PHASES or names == [name for name in PHASES if name != "sample"], names  # parts of prompts draw nothing
+        end = step["ts"]
+        for phase in phases:
+            assert phase["ts"] == pytest.approx(end, abs=0.002)
+            end = phase["ts"] + phase["dur"]
+        assert end <= step["ts"] + step["dur"] + 0.002
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"async_scheduling": True}, {"num_scheduler_steps": 4}, {"speculative_config": "ngram"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_other_loops(tiny_model: Path, options: dict[str, Any]) -> None:
+    """A step that is launched ahead draws on the device; drafts and repeats have their phases, too."""
+    with LLM(tiny_model, **{**OPTIONS, **options}) as llm:
+        before = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
+        events, tokens = traced(llm, PROMPTS)
+    assert tokens == before and len(of(events, "f")) == 2
+    assert {event["name"] for event in of(events, "X", 1)} - {"sample"} == {"step", *PHASES} - {"sample"}
+    if "async_scheduling" in options:
+        slices = "".join(event["name"][0] for event in of(events, "X", 1))  # s: step, schedule, sample
+        assert "ssplwo" in slices
+
+
+def test_tokens_are_the_same_without_a_trace(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SAMPLE_EVERY", 1)
+    before = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
+    assert traced(llm, PROMPTS)[1] == before
+
+
+def test_the_kernels_of_a_captured_step_have_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode of the bundled model: in each layer its matrices and activations once, and one context."""
+    monkeypatch.setattr(module, "SAMPLE_EVERY", 1)
+    with LLM(**OPTIONS) as llm:
+        events, _ = traced(llm, ["hello"])
+        c, prompt = llm.engine.runner.config, of(events, "b")[0]["args"]["prompt_tokens"]
+    step = of(events, "X", 1, "step")[-1]
+    kernels = [e for e in of(events, "X", 3) if e["ts"] >= step["ts"]]
+    found = [(e["name"].rpartition("_")[0], e["args"]["bytes"]) for e in kernels]
+    L, E, F, V, kv = c.num_blocks, c.dim, c.hidden_dim, c.vocab_size, c.n_kv_heads * c.head_dim
+    weights, context = 2, prompt + PARAMS.max_tokens - 1  # BF16; the token that is drawn last is not computed
+    layer = [
+        ("norm_qkv_rope_store", weights * E * (E + 2 * kv) + 4 * (E + E)),
+        ("attention_decode", weights * 2 * kv * context),
+        ("matmul", weights * E * E + 4 * (E + E)),
+        ("norm_gate_up_silu", weights * 2 * F * E + 4 * (E + F)),
+        ("matmul", weights * E * F + 4 * (E + F)),
+    ]
+    whole = [*layer * L, ("norm_head", weights * V * E + 4 * (V + E))]
+    assert [(name, nbytes) for name, nbytes in found if name in dict(whole)] == whole
+    assert all(event["dur"] > 0 for event in kernels if event["name"].rpartition("_")[0] in dict(whole))
+    assert kernels[0]["ts"] >= step["ts"] and kernels[-1]["ts"] + kernels[-1]["dur"] <= step["ts"] + step["dur"]
+    for event, after in zip(kernels, kernels[1:], strict=False):
+        assert after["ts"] >= event["ts"] + event["dur"] - 0.01
+        if event["dur"] > 1:
+            assert event["args"]["GB/s"] == pytest.approx(event["args"]["bytes"] / event["dur"] / 1e3, rel=0.02, abs=0.01)
+
+
+def test_one_step_in_many_is_sampled(llm: LLM) -> None:
+    events, _ = traced(llm, ["hello"])
+    assert [event["args"]["sampled"] for event in of(events, "X", 1, "step")].count(True) == 1
+
+
+def test_a_request_is_one_flow_from_its_arrival_to_its_end(llm: LLM) -> None:
+    prompts = ["of more tokens than a step has, " + "and so in chunks"[::-1], "x"]
+    events, _ = traced(llm, prompts, params=[PARAMS, replace(PARAMS, max_tokens=3)])  # the end of one makes a new schedule of the other
+    steps = of(events, "X", 1, "step")
+    for flow in (1, 2):
+        links = [e for e in events if e["ph"] in "stf" and e.get("id") == flow]
+        assert "".join(e["ph"] for e in links) == "s" + "t" * (len(links) - 2) + "f" and links[-1]["bp"] == "e"
+        assert all(before["ts"] <= after["ts"] for before, after in zip(links, links[1:], strict=False))
+        for link in links[1:-1]:  # an arrow binds to the slice around it
+            assert any(step["ts"] <= link["ts"] <= step["ts"] + step["dur"] for step in steps)
+        marks = [e for e in events if e["ph"] in "bne" and e.get("id") == flow]
+        assert [e["ph"] for e in marks][0] == "b" and marks[-1]["ph"] == "e" and marks[-1]["args"]["output_tokens"] == (8, 3)[flow - 1]
+        chunks = [e["args"]["tokens"] for e in marks if e["name"] == "prefill chunk"]
+        prompt = marks[0]["args"]["prompt_tokens"]
+        assert sum(chunks) + marks[-1]["args"]["cached_tokens"] == prompt and len(chunks) == (2 if flow == 1 else 1)
+        assert len([e for e in marks if e["name"] == "first decode"]) == 1
+        assert len(links) == 2 + len(chunks) + 1
+
+
+def test_memory_is_counted(llm: LLM) -> None:
+    events, _ = traced(llm, ["hello"])
+    blocks, resident = of(events, "C", name="KV blocks"), of(events, "C", name="RSS")
+    assert blocks and resident and blocks[0]["args"]["used"] >= 1 and resident[0]["args"]["MB"] > 10
+
+
+def test_a_hostile_request_id_is_quoted_and_short(llm: LLM) -> None:
+    output = TraceMemory()
+    trace = start_trace(llm.engine, output)
+    llm.engine.add('"}],\n\x00' + "\ud800" * 5000, [5, 6, 7], PARAMS)
+    while llm.engine.has_work():
+        llm.engine.step()
+    stop_trace(llm.engine, trace)
+    (begin,) = of(json.loads(output.text()), "b")
+    assert len(begin["args"]["id"]) == module.MAX_ID
+
+
+def test_without_a_trace_nothing_is_left_on_the_way(llm: LLM) -> None:
+    from tinyvllm.bridge import kernel_timer
+
+    before = len(llm.engine.observer._observers)
+    traced(llm, ["hello"])
+    assert llm.engine.trace is None and llm.engine.stages.trace is None and len(llm.engine.observer._observers) == before
+    assert kernel_timer() is None
+
+
+def test_one_trace_at_a_time_and_it_ends_after_its_steps(llm: LLM) -> None:
+    ended: list[int] = []
+    trace = start_trace(llm.engine, TraceMemory(), 3, lambda: ended.append(trace.num_steps))
+    with pytest.raises(BusyError, match="another trace"):
+        start_trace(llm.engine, TraceMemory())
+    llm.generate("hello", PARAMS)
+    stop_trace(llm.engine, trace)
+    stop_trace(llm.engine, trace)
+    assert ended == [3]
+
+
+def test_steps_kept_on_disk_keep_the_work_of_their_kernels(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SAMPLE_EVERY", 1)
+    use_own_steps(monkeypatch, tmp_path)
+    seen = []
+    for _ in range(2):
+        with LLM(tiny_model, **OPTIONS) as llm:
+            events, _ = traced(llm, ["hello"])
+            seen.append((llm.engine.runner.capture_work().loaded, [(e["name"], e["args"]["bytes"]) for e in of(events, "X", 3)]))
+    assert seen[1][0] > seen[0][0] and seen[0][1] == seen[1][1] and any(nbytes for _, nbytes in seen[0][1])
+
+
+# ---- the file
+
+
+def test_the_command_line_writes_a_file_and_a_table(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    arguments = ["--model", str(tiny_model), "--prompt", "hello", "--max-tokens", "6", "--num-blocks", "32", "--profile", str(path)]
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        assert main(arguments) == 0
+    events = json.loads(path.read_text())
+    assert len(of(events, "X", 1, "step")) >= 6 and of(events, "X", 3)
+    assert "profile: kernels of" in err.getvalue() and "matmul_" in err.getvalue() and "of roof" in err.getvalue()
+
+
+def test_the_file_is_json_after_every_write(tmp_path: Path) -> None:
+    file = TraceFile(str(tmp_path / "trace.json"))
+    expected = []
+    for count in (0, 1, 3, 2):
+        file.write([f'{{"i":{i}}}' for i in range(count)])
+        expected += [{"i": i} for i in range(count)]
+        assert json.loads(Path(file.path).read_text()) == expected
+    file.close()
+    file.write(['{"i":1}'])
+    assert json.loads(Path(file.path).read_text()) == expected
+
+
+@pytest.mark.parametrize("writes", [0, 1])
+def test_a_full_disk_leaves_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
+    """The first half of what was to be written arrives."""
+    file, write = TraceFile(str(tmp_path / "trace.json")), os.pwrite
+    for _ in range(writes):
+        file.write(['{"i":0}'])
+    short = [True]
+
+    def half(number: int, text: bytes, offset: int) -> int:
+        return write(number, text[: len(text) // 2] if short and short.pop() else text, offset)
+
+    monkeypatch.setattr("tinyvllm.engine.tools.trace_output.os.pwrite", half)
+    file.write([f'{{"i":{i}}}' for i in range(50)])
+    assert file.full and json.loads(Path(file.path).read_text()) == [{"i": 0}] * writes
+    file.close()
+
+
+def test_files_and_memory_are_bounded(tmp_path: Path) -> None:
+    file, memory = TraceFile(str(tmp_path / "trace.json"), limit=100), TraceMemory(limit=100)
+    for output in (file, memory):
+        for _ in range(50):
+            output.write(['{"i":1}', '{"i":2}'])
+        assert output.full
+        output.close()
+    assert Path(file.path).stat().st_size <= 100 and json.loads(Path(file.path).read_text())
+    assert len(memory.text()) <= 110 and json.loads(memory.text())
+
+
+def test_a_file_that_cannot_be_written(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="profile: cannot write"):
+        LLM(tiny_model, num_blocks=32, profile=str(tmp_path))
+    with pytest.raises(ArgumentError, match="profile"):
+        LLM(tiny_model, num_blocks=32, profile=" ")

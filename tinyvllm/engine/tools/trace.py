@@ -1,0 +1,279 @@
+"""A trace of an engine's steps for Perfetto and Chrome: phases on the host, kernels on the device, requests as flows, memory.
+
+Events are those of the Trace Event Format (Google, "Trace Event Format", 2016), times in microseconds since the trace began. The trace has
+no text and no tokens of requests. Thread 1 has the steps and their phases, 2 arrivals and ends of requests, 3 the kernels of sampled steps.
+A request is an async slice, and a flow from its arrival over each chunk of its prompt and its first decode to its end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from tinyvllm.engine.observer import EngineObserver
+from tinyvllm.engine.output import ActiveRequest
+from tinyvllm.engine.tools.kernel_table import KernelTable
+from tinyvllm.engine.tools.trace_output import TraceOutput
+from tinyvllm.request import RequestOutput
+from tinyvllm.runner.kernel_timing import KernelTime, KernelTimer, start_timing, stop_timing
+from tinyvllm.scheduler import Schedule, Scheduler
+
+if TYPE_CHECKING:
+    from tinyvllm.runner.runner import Runner
+
+SAMPLE_EVERY = 64  # steps, of which one has its kernels timed: of a millisecond each and 300 kernels, 1% of the time
+SAMPLE_EVERY_GPU = 512  # where a sampled step runs its kernels one by one
+COUNTER_SECONDS = 0.1  # between two readings of the memory
+FLUSH_SECONDS = 1.0
+FLUSH_EVENTS = 4096
+MAX_TEMPLATES = 64  # orders of phases: a step has one of a handful
+MAX_ID = 64  # characters of a request's id
+_STEPS, _REQUESTS, _KERNELS = 1, 2, 3  # threads of the trace
+
+
+class StepTrace(EngineObserver):
+    """Writes the events of an engine's steps to `output`, until `close`, or until `max_steps` have run: then it calls `on_end` once."""
+
+    def __init__(
+        self,
+        output: TraceOutput,
+        runner: Runner,
+        scheduler: Scheduler,
+        bandwidth: float,
+        max_steps: int | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ):
+        self.table = KernelTable(bandwidth)
+        self.num_steps = 0
+        self._output, self._runner, self._scheduler, self._bandwidth = output, runner, scheduler, bandwidth
+        self._max_steps, self._on_end = max_steps, on_end
+        self._sample_every = SAMPLE_EVERY_GPU if runner.overlaps else SAMPLE_EVERY
+        self._until_sample = 0  # steps
+        self._timer = KernelTimer()
+        self._sampling = False
+        self._start = self._step_start = self._flushed = time.perf_counter()
+        self._counted = 0.0  # when the memory was read
+        self._phases: list[str] = []  # of the running step
+        self._ends: list[float] = []  # of its phases
+        self._templates: dict[tuple[str, ...], str] = {}  # of steps with these phases
+        self._rows = self._num_sequences = 0  # of the last schedule
+        self._attention: dict[str, Iterator[float]] = {}  # bytes that the next layer's attention reads, by the stem of its kernel
+        self._flows: dict[ActiveRequest, int] = {}  # of requests that run
+        self._decoding: set[int] = set()  # flows that had their first decode
+        self._num_flows = 0
+        self._events = [_name(thread, name) for thread, name in ((_STEPS, "steps"), (_REQUESTS, "requests"), (_KERNELS, "kernels"))]
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._stop_sampling()
+        self._flush()
+        self._output.close()
+
+    def engine_closed(self) -> None:
+        self.close()
+
+    # ---- steps ----
+
+    def step_started(self) -> None:
+        self._phases.clear()
+        self._ends.clear()
+        self._sampling = self._until_sample <= 0
+        if self._sampling:
+            start_timing(self._timer)
+        self._step_start = time.perf_counter()
+
+    def phase_ended(self, phase: str) -> None:
+        if phase != "prepare":  # its end is where the launch begins
+            self._ends.append(time.perf_counter())
+            self._phases.append(phase)
+
+    def launch_started(self) -> None:
+        self._ends.append(time.perf_counter())
+        self._phases.append("prepare")
+
+    def launch_ended(self) -> None:
+        self._ends.append(time.perf_counter())
+        self._phases.append("launch")
+
+    def step_launched(self, schedule: Schedule, owners: Mapping[int, ActiveRequest], num_steps: int) -> None:
+        if not schedule.reused:
+            self._rows, self._num_sequences = schedule.num_tokens, len(schedule.entries)
+            self._follow_requests(schedule, owners)
+        if self._sampling:
+            self._attention = self._attention_bytes(schedule)
+
+    def step_finished(self) -> None:
+        end = time.perf_counter()
+        self._events.append(self._step_text(end))
+        if self._sampling:
+            self._take_sample()
+        self._until_sample -= 1
+        if end - self._counted > COUNTER_SECONDS:
+            self._counted = end
+            self._count_memory(end)
+        if end - self._flushed > FLUSH_SECONDS or len(self._events) > FLUSH_EVENTS:
+            self._flush()
+            self._flushed = end
+        self.num_steps += 1
+        if self.num_steps == self._max_steps or self._output.full:
+            self._on_end()
+
+    def _step_text(self, end: float) -> str:
+        """The step and its phases. One template: formatting each slice alone took three times as long, 1% of a step of a small model."""
+        names = tuple(self._phases)
+        template = self._templates.get(names)
+        if template is None:
+            if len(self._templates) >= MAX_TEMPLATES:
+                self._templates.clear()
+            template = self._templates[names] = _step_template(names)
+        start = 1e6 * (self._step_start - self._start)
+        values: list[object] = [
+            start, 1e6 * (end - self._step_start), self._rows, self._num_sequences, "true" if self._sampling else "false",
+        ]  # fmt: skip
+        for until in self._ends:
+            now = 1e6 * (until - self._start)
+            values += (start, now - start)
+            start = now
+        return template % tuple(values)
+
+    def _take_sample(self) -> None:
+        """The kernels that ran in this step. One without a captured step, as at the first use of a shape, leaves the next to be sampled."""
+        times = self._stop_sampling()
+        if not times:
+            return
+        self._until_sample = self._sample_every
+        self.table.num_steps += 1
+        for kernel in times:
+            nbytes = kernel.nbytes or self._bytes_of_attention(kernel.name)
+            self.table.add(kernel.name, kernel.seconds, nbytes, kernel.flops)
+            rate, flops = (nbytes / kernel.seconds, kernel.flops / kernel.seconds) if kernel.seconds > 0 else (0.0, 0.0)
+            roof = rate / self._bandwidth if self._bandwidth else 0.0
+            arguments = f'{{"bytes":{nbytes},"GB/s":{rate / 1e9:.2f},"of roof":{roof:.3f},"GFLOP/s":{flops / 1e9:.2f}}}'
+            self._events.append(self._slice(_KERNELS, kernel.name, kernel.start, kernel.start + kernel.seconds, arguments))
+
+    def _stop_sampling(self) -> list[KernelTime]:
+        stop_timing(self._timer)
+        times, self._timer.times = self._timer.times, []
+        return times
+
+    def _attention_bytes(self, schedule: Schedule) -> dict[str, Iterator[float]]:
+        """Keys and values that the attention of each layer reads, which no plan can know: contexts grow without a new capture."""
+        token, windows = self._runner.kv_bytes_per_layer, self._runner.windows
+        lengths: dict[str, list[tuple[int, int]]] = {"attention_decode": [], "attention_prefill": []}
+        for entry in schedule.entries:
+            stem = "attention_decode" if entry.num_tokens == 1 or entry.drafts else "attention_prefill"
+            lengths[stem].append((entry.start + entry.num_tokens, entry.num_tokens))
+
+        def layers(stem: str) -> Iterator[float]:
+            for window in windows:
+                yield sum(min(context, window - 1 + count) if window else context for context, count in lengths[stem]) * token
+
+        return {stem: layers(stem) for stem in lengths}
+
+    def _bytes_of_attention(self, name: str) -> int:
+        stem = "_".join(name.split("_")[:2])
+        return int(next(self._attention[stem], 0)) if stem in self._attention else 0
+
+    # ---- requests ----
+
+    def request_added(self, request: ActiveRequest) -> None:
+        flow = self._flow_of(request)
+        now = time.perf_counter()
+        self._events.append(self._slice(_REQUESTS, "arrival", now, now + 1e-6))
+        self._link(flow, "s", _REQUESTS, now)
+
+    def request_finished(self, request: ActiveRequest, output: RequestOutput) -> None:
+        flow = self._flow_of(request)
+        now, reasons = time.perf_counter(), [part.finish_reason for part in output.outputs]
+        tokens = sum(len(sequence.output_token_ids) for sequence in request.sequences)
+        arguments = json.dumps(
+            {"output_tokens": tokens, "cached_tokens": output.num_cached_tokens, "reason": reasons[0] if reasons else None}
+        )
+        self._events.append(self._slice(_REQUESTS, "end", now, now + 1e-6))
+        self._link(flow, "f", _REQUESTS, now)
+        self._mark(flow, "e", "request", now, arguments)
+        del self._flows[request]
+        self._decoding.discard(flow)
+
+    def _flow_of(self, request: ActiveRequest) -> int:
+        """Its number; one that is new, also one that runs since before the trace, becomes an async slice."""
+        if request not in self._flows:
+            self._num_flows += 1
+            self._flows[request] = self._num_flows
+            arguments = json.dumps({"id": request.request_id[:MAX_ID], "prompt_tokens": len(request.prompt_token_ids)})
+            self._mark(self._num_flows, "b", "request", time.perf_counter(), arguments)
+        return self._flows[request]
+
+    def _follow_requests(self, schedule: Schedule, owners: Mapping[int, ActiveRequest]) -> None:
+        now = time.perf_counter()
+        for entry in schedule.entries:
+            owner = owners[entry.sequence.sequence_id]
+            known, flow = owner in self._flows, self._flow_of(owner)
+            decode = entry.is_decode or bool(entry.drafts)
+            if decode and flow in self._decoding and known:
+                continue
+            if decode:
+                self._decoding.add(flow)
+            name = "first decode" if decode else "prefill chunk"
+            self._mark(flow, "n", name, now, f'{{"start":{entry.start},"tokens":{entry.num_tokens}}}')
+            self._link(flow, "t" if known else "s", _STEPS, now)
+
+    # ---- events ----
+
+    def _at(self, seconds: float) -> str:
+        return f"{1e6 * (seconds - self._start):.3f}"
+
+    def _slice(self, thread: int, name: str, start: float, end: float, arguments: str = "{}") -> str:
+        return (
+            f'{{"ph":"X","pid":1,"tid":{thread},"name":{_quoted(name)},"ts":{1e6 * (start - self._start):.3f},'
+            f'"dur":{max(0.0, 1e6 * (end - start)):.3f},"args":{arguments}}}'
+        )
+
+    def _link(self, flow: int, kind: str, thread: int, now: float) -> None:
+        bind = ',"bp":"e"' if kind == "f" else ""
+        self._events.append(
+            f'{{"ph":"{kind}","pid":1,"tid":{thread},"cat":"request","name":"request","id":{flow},"ts":{self._at(now)}{bind}}}'
+        )
+
+    def _mark(self, flow: int, kind: str, name: str, now: float, arguments: str) -> None:
+        self._events.append(
+            f'{{"ph":"{kind}","pid":1,"tid":{_REQUESTS},"cat":"request","name":"{name}","id":{flow},"ts":{self._at(now)},"args":{arguments}}}'
+        )
+
+    def _count_memory(self, now: float) -> None:
+        pool = self._scheduler.pool
+        used, cached = pool.num_blocks - pool.num_free, pool.num_evictable
+        at = self._at(now)
+        self._events.append(f'{{"ph":"C","pid":1,"name":"KV blocks","ts":{at},"args":{{"used":{used},"cached":{cached}}}}}')
+        if (resident := resident_bytes()) is not None:
+            self._events.append(f'{{"ph":"C","pid":1,"name":"RSS","ts":{at},"args":{{"MB":{resident / 1e6:.1f}}}}}')
+
+    def _flush(self) -> None:
+        events, self._events = self._events, []
+        self._output.write(events)
+
+
+def resident_bytes() -> int | None:
+    """Memory of this process that is in RAM; None where the system does not say it cheaply."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read(256).split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _step_template(phases: tuple[str, ...]) -> str:
+    step = f'{{"ph":"X","pid":1,"tid":{_STEPS},"name":"step","ts":%.3f,"dur":%.3f,"args":{{"rows":%d,"sequences":%d,"sampled":%s}}}}'
+    named = ["wait" if phase == "run" else phase for phase in phases]
+    return ",\n".join([step, *(f'{{"ph":"X","pid":1,"tid":{_STEPS},"name":"{name}","ts":%.3f,"dur":%.3f}}' for name in named)])
+
+
+def _name(thread: int, name: str) -> str:
+    return f'{{"ph":"M","pid":1,"tid":{thread},"name":"thread_name","args":{{"name":"{name}"}}}}'
+
+
+def _quoted(name: str) -> str:
+    return f'"{name}"' if name.isascii() and name.replace("_", "").replace(" ", "").isalnum() else json.dumps(name)

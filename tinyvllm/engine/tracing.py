@@ -1,0 +1,36 @@
+"""Begins and ends a trace of a running engine, between two of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tinyvllm.engine.stats import memory_bandwidth
+from tinyvllm.engine.tools.trace import StepTrace
+from tinyvllm.engine.tools.trace_output import TraceOutput
+from tinyvllm.errors import BusyError
+
+if TYPE_CHECKING:
+    from tinyvllm.engine.engine import Engine
+
+
+def start_trace(engine: Engine, output: TraceOutput, max_steps: int | None = None, on_end: Callable[[], None] = lambda: None) -> StepTrace:
+    """Write the events of the next steps to `output`; BusyError while another trace runs.
+
+    The first call of a process measures the memory's bandwidth, for 0.15 s.
+    """
+    engine.check_open()
+    if engine.trace is not None:
+        raise BusyError("trace: another trace of this engine runs; try again when it has ended", 5.0, "trace")
+    trace = StepTrace(output, engine.runner, engine.scheduler, memory_bandwidth(engine.config.device), max_steps, on_end)
+    engine.observer.add(trace)
+    engine.trace = engine.stages.trace = trace
+    return trace
+
+
+def stop_trace(engine: Engine, trace: StepTrace) -> None:
+    """End a trace, and write what it has left. Nothing, if it has ended."""
+    if engine.trace is trace:
+        engine.observer.remove(trace)
+        engine.trace = engine.stages.trace = None
+        trace.close()
