@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -34,8 +34,9 @@ FILE = "roof.json"
 MAX_KEYS = 8  # machines and versions that are remembered
 MAX_FILE = 1 << 20  # bytes
 SIDE, ROWS = 2048, 256  # of the matrix: within the caches; rows of a prompt
-CHAIN, SMALL = 32, 256  # launches in a row, and the side of their matrix
+CHAIN, SMALL = 32, 64  # launches in a row, and the side of their matrix
 SECONDS = 0.05  # of one measurement
+PROCESSES = 3  # that measure a figure, of which the best counts: other work of the machine makes figures worse, never better
 
 
 @dataclass(frozen=True)
@@ -46,35 +47,51 @@ class ProductRate:
     operations_per_second: float
 
 
-@dataclass
+@dataclass(frozen=True)
 class Roof:
     """`bandwidth` in bytes a second; `launch_seconds` from one launch of a captured step to the next; `products` by format."""
 
-    bandwidth: float = 0.0
-    launch_seconds: float = 0.0
-    products: dict[str, ProductRate] = field(default_factory=dict)
+    bandwidth: float
+    launch_seconds: float
+    products: dict[str, ProductRate]
+
+
+@dataclass(frozen=True)
+class _Figure:
+    """Rates, the best of `processes` processes."""
+
+    rates: tuple[float, ...] = (0.0, 0.0)
+    processes: int = 0
+
+    def with_measured(self, rates: tuple[float, ...]) -> _Figure:
+        return _Figure(tuple(map(max, rates, self.rates)), self.processes + 1)
 
 
 def measured_roof(device: str, formats: Iterable[str], again: bool = False) -> Roof:
-    """The roof with the products of `formats`: as an earlier process on this machine measured it, the rest now; all of it with `again`.
+    """The roof with the products of `formats`, the best that the first PROCESSES processes measured; with `again` from the beginning.
 
     Kept by device, driver, compiler, threads and version. KernelError and ToolchainError where the products cannot be run.
     """
-    placement, cache = Placement(device), open_cache()
+    placement, cache, formats = Placement(device), open_cache(), tuple(dict.fromkeys(formats))
     key = _key(placement)
-    roof = Roof() if again else _kept(cache.read(FILE, MAX_FILE), key)
-    missing = [format for format in dict.fromkeys(formats) if format not in roof.products]
-    if not missing and roof.bandwidth and roof.launch_seconds:
-        return roof
-    roof.bandwidth = roof.bandwidth or read_bandwidth(device)
-    for format in missing:
-        roof.products[format] = _product_rate(placement, format)
-    roof.launch_seconds = roof.launch_seconds or _launch_seconds(placement)
-    every = _every(cache.read(FILE, MAX_FILE))
-    every.pop(key, None)
-    every = dict(list(every.items())[-(MAX_KEYS - 1) :]) | {key: asdict(roof)}
-    cache.write(FILE, json.dumps(every, indent=1).encode())
-    return roof
+    figures = {} if again else _kept(cache.read(FILE, MAX_FILE), key)
+    wanted: dict[str, Callable[[], tuple[float, ...]]] = {_BANDWIDTH: lambda: (read_bandwidth(device),)}
+    wanted |= {format: partial(_product_rates, placement, format) for format in formats}
+    wanted[_LAUNCHES] = lambda: (1 / _launch_seconds(placement),)
+    missing = [name for name in wanted if figures.get(name, _Figure()).processes < PROCESSES]
+    for name in missing:
+        figures[name] = figures.get(name, _Figure()).with_measured(wanted[name]())
+    if missing:
+        every = _every(cache.read(FILE, MAX_FILE))
+        every.pop(key, None)
+        held = {name: asdict(figure) for name, figure in figures.items()}
+        cache.write(FILE, json.dumps(dict(list(every.items())[-(MAX_KEYS - 1) :]) | {key: held}, indent=1).encode())
+    products = {format: ProductRate(*figures[format].rates) for format in formats}
+    return Roof(figures[_BANDWIDTH].rates[0], 1 / figures[_LAUNCHES].rates[0], products)
+
+
+_BANDWIDTH, _LAUNCHES = "bandwidth", "launches"  # next to names of formats
+_LENGTHS = {_BANDWIDTH: 1, _LAUNCHES: 1}  # of their rates; a format has two
 
 
 def _key(placement: Placement) -> str:
@@ -92,21 +109,21 @@ def _every(content: bytes | None) -> dict[str, Any]:
     return every if isinstance(every, dict) else {}
 
 
-def _kept(content: bytes | None, key: str) -> Roof:
-    """What the file has under the key, an empty roof where that is not sound."""
-    held: Any = _every(content).get(key)
-    try:
-        products = {name: ProductRate(*map(_rate, (rate["bytes_per_second"], rate["operations_per_second"])))
-                    for name, rate in held["products"].items()}  # fmt: skip
-        return Roof(_rate(held["bandwidth"]), _rate(held["launch_seconds"]), products)
-    except (TypeError, KeyError, AttributeError, ValueError):
-        return Roof()
+def _kept(content: bytes | None, key: str) -> dict[str, _Figure]:
+    """The figures that the file has under the key, without those that are not sound."""
+    held = _every(content).get(key)
+    found = {}
+    for name, figure in held.items() if isinstance(held, dict) else ():
+        rates, processes = (figure.get("rates"), figure.get("processes")) if isinstance(figure, dict) else (None, None)
+        if not isinstance(rates, list) or len(rates) != _LENGTHS.get(name, 2) or not all(map(_is_rate, rates)):
+            continue
+        if type(processes) is int and processes > 0:
+            found[name] = _Figure(tuple(rates), processes)
+    return found
 
 
-def _rate(value: Any) -> float:
-    if not isinstance(value, float) or not 0 < value < math.inf:
-        raise ValueError(value)
-    return value
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, float) and 0 < value < math.inf
 
 
 class _AnyFormat(WeightPlan):
@@ -136,10 +153,11 @@ def _weight(placement: Placement, format: str, side: int) -> Weight:
     return loader.load_products(_Model(), {"product": ("proj",)}, recipes)["product"].weight
 
 
-def _product_rate(placement: Placement, format: str) -> ProductRate:
+def _product_rates(placement: Placement, format: str) -> tuple[float, float]:
+    """Those of ProductRate."""
     weight = _weight(placement, format, SIDE)
     one, many = (_seconds(placement, partial(_multiply, placement, weight, rows, 1)) for rows in (1, ROWS))
-    return ProductRate(SIDE * row_bytes(format, SIDE) / one, 2 * ROWS * SIDE * SIDE / many)
+    return SIDE * row_bytes(format, SIDE) / one, 2 * ROWS * SIDE * SIDE / many
 
 
 def _launch_seconds(placement: Placement) -> float:
