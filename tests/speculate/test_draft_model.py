@@ -24,9 +24,18 @@ def runner(draft_folder):
     return Runner(EngineConfig(model=str(draft_folder), num_blocks=24, max_num_seqs=4, max_model_len=128), "CPU")
 
 
+@pytest.fixture(scope="module")
+def another(draft_folder):
+    """The same model with other blocks."""
+    from tinyvllm.runner.runner import Runner
+
+    return Runner(EngineConfig(model=str(draft_folder), num_blocks=24, max_num_seqs=4, max_model_len=128), "CPU")
+
+
 @pytest.fixture
-def drafter(runner):
+def drafter(runner, another):
     made = DraftModelDrafter(runner, 4, max_tokens=64)
+    made.reference = DraftModelDrafter(another, 4)
     yield made
     assert made.num_free_blocks + sum(len(copy.block_table) for copy in made._copies.values()) == runner.pool.num_blocks
 
@@ -39,7 +48,9 @@ def story(number: int, length: int, params: SamplingParams = GREEDY) -> Sequence
 
 
 def fresh(drafter: DraftModelDrafter, text: Sequence, count: int) -> list[int]:
-    """The drafts for a text that the drafter has not had before."""
+    """The drafts for a text of a drafter that has not had it before, and has no prefix of it."""
+    drafter = drafter.reference
+    drafter._prefix.reset()
     other = sequence(text.prompt_token_ids, text.output_token_ids, 1000 + text.sequence_id)
     other.params = text.params
     while not (tokens := draft(drafter, other, count).tokens):
@@ -141,3 +152,108 @@ def test_penalties_do_not_change_drafts(drafter):
     penalised.prompt_token_ids[:] = plain.prompt_token_ids
     penalised.params = replace(plain.params, repetition_penalty=1.9, min_tokens=5, presence_penalty=1.0)
     assert fresh(drafter, plain, 4) == fresh(drafter, penalised, 4)
+
+
+# --- its prefix cache
+
+
+@pytest.fixture
+def computed(drafter, monkeypatch):
+    """The tokens that each of the draft model's steps computes, but for draws in a row."""
+    counts: list[int] = []
+    prepare = drafter.runner.prepare
+    monkeypatch.setattr(drafter.runner, "prepare", lambda schedule: counts.append(schedule.num_tokens) or prepare(schedule))
+    return counts
+
+
+def drafts_of(drafter: DraftModelDrafter, text: Sequence, count: int, tenant: str = "") -> list[int]:
+    while not (tokens := draft(drafter, text, count, tenant).tokens):
+        pass
+    return tokens
+
+
+def next_turn(text: Sequence, number: int, more: int) -> Sequence:
+    """A prompt of the whole conversation, and something new."""
+    made = story(number, 1)
+    made.prompt_token_ids = text.token_ids(0, len(text)) + random_tokens(more, 99, 3000)
+    return made
+
+
+def test_the_next_turn_computes_what_is_new(drafter, computed):
+    """Of 40 + 12 tokens 48 are in full blocks: those of accepted drafts, too, and of none that were rejected."""
+    first = story(0, 40)
+    first.output_token_ids += drafts_of(drafter, first, 11)
+    first.output_token_ids += [(draft(drafter, first, 2).tokens[0] + 1) % 3000]
+    drafter.forget(first)
+    assert drafter.num_free_blocks == 24
+    computed.clear()
+    second = next_turn(first, 1, 8)
+    tokens = drafts_of(drafter, second, 4)
+    assert computed == [60 - 48 - 1, 1], "what is new, and the last token, whose step draws the drafts"
+    assert tokens == fresh(drafter, second, 4)
+    drafter.forget(second)
+
+
+def test_two_sequences_with_one_prefix_write_blocks_of_their_own(drafter, computed):
+    """At the same time: what the first has computed of its prompt is found while it runs."""
+    one, two = story(0, 60), story(1, 60)
+    two.prompt_token_ids[:50] = one.prompt_token_ids[:50]
+    drafts_of(drafter, one, 3)
+    computed.clear()
+    for _ in range(6):
+        for text in (one, two):
+            tokens = drafts_of(drafter, text, 3)
+            assert tokens == fresh(drafter, text, 3)
+            text.output_token_ids += [tokens[0], tokens[1], (tokens[2] + 1) % 3000]
+        if len(one.output_token_ids) == 3:
+            assert max(computed) == 60 - 48 - 1
+    shared = set(drafter._copies[0].block_table) & set(drafter._copies[1].block_table)
+    assert len(shared) == 3 and [drafter._blocks.reference_count(block) for block in shared] == [2] * 3
+    drafter.forget(one)
+    drafter.forget(two)
+    assert drafter.num_free_blocks == 24
+
+
+def test_tenants_share_no_blocks_of_the_draft_model(drafter, computed):
+    """Nor learn by its speed of each other's texts."""
+    first = story(0, 40)
+    drafts_of(drafter, first, 2, "a")
+    drafter.forget(first)
+    for tenant, most in (("b", 39), ("a", 7)):
+        computed.clear()
+        again = story(0, 40)
+        drafts_of(drafter, again, 2, tenant)
+        assert max(computed) == most
+        drafter.forget(again)
+
+
+def test_cached_blocks_are_room_for_others(drafter):
+    """Ended texts of more than the 24 blocks, one after another."""
+    for number in range(8):
+        text = story(number, 90)
+        drafts_of(drafter, text, 2)
+        drafter.forget(text)
+        assert drafter.num_free_blocks == 24 and drafter._blocks.num_cached <= 24
+    assert drafter._prefix.evictions
+
+
+def test_a_prompt_that_is_computed_in_part_is_found_in_part(drafter):
+    """64 tokens a call, of 110."""
+    long = story(0, 110)
+    assert not draft(drafter, long, 2).tokens
+    drafter.forget(long)
+    assert drafter._blocks.num_cached == 4
+    again = story(0, 110)
+    assert drafts_of(drafter, again, 4) == fresh(drafter, again, 4)
+
+
+def test_the_block_of_a_prompts_last_token_is_not_shared(drafter):
+    """It is computed for its logits, and a shared block is not written."""
+    one, two = story(0, 60), story(1, 48)
+    two.prompt_token_ids[:] = one.prompt_token_ids[:48]
+    drafts_of(drafter, one, 3)
+    assert drafts_of(drafter, two, 3) == fresh(drafter, two, 3)
+    shared = set(drafter._copies[0].block_table) & set(drafter._copies[1].block_table)
+    assert len(shared) == 2
+    drafter.forget(one)
+    drafter.forget(two)

@@ -6,11 +6,13 @@ noise and agree wherever their distributions mostly do (Daliri et al. 2024, arXi
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict
 from collections.abc import Sequence as Row
 from typing import TYPE_CHECKING
 
 from tinyvllm.cache.blocks import BlockPool
+from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.runner.drawing import draw_tokens
 from tinyvllm.runner.warmup import capture_step
@@ -33,6 +35,9 @@ class DraftModelDrafter:
     A copy has the target's tokens, and after them its last drafts. When the target's tokens are known, what they have in common is kept
     and the rest is overwritten. A sequence whose tokens are not computed yet gets them, `max_tokens` of all sequences a call, and no drafts
     meanwhile. One without free blocks, or at the end of the draft model's context, gets none.
+
+    Its prefix cache has the blocks of what copies have computed, prompts and confirmed output, for sequences of the same tenant: the next
+    turn of a conversation computes what is new.
     """
 
     method = "draft_model"
@@ -42,20 +47,22 @@ class DraftModelDrafter:
         self.runner, self.max_tokens = runner, max_tokens
         self._sampler = Sampler(runner.config.vocab_size, max_num_seqs, runner.device)
         self._blocks = BlockPool(runner.pool.num_blocks, runner.pool.block_size)
+        self._prefix = PrefixCache(self._blocks, secrets.token_bytes(32))
         self._rows = list(range(max_num_seqs - 1, -1, -1))  # free ones
         self._copies: OrderedDict[int, Sequence] = OrderedDict()  # by the target's sequence id; the least recently used first
+        self._tenants: dict[int, str] = {}
         self._confirmed: dict[int, int] = {}  # how many of a copy's output tokens are the target's
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks of the draft model's cache that no sequence holds."""
+        """Blocks of the draft model's cache that no sequence holds, those of the prefix cache included."""
         return self._blocks.num_free
 
     def propose(self, requests: Row[DraftRequest]) -> list[Draft]:
         """Drafts without confidences, of all sequences in the same passes."""
         wanted = {request.sequence.sequence_id for request in requests}
         count = max((request.max_drafts for request in requests), default=0)
-        copies = [self._prepare_copy(request.sequence, count, wanted) for request in requests]
+        copies = [self._prepare_copy(request, count, wanted) for request in requests]
         late = [copy for copy in copies if copy is not None and len(copy) - copy.num_computed > MAX_ROWS]
         self._catch_up(late)
         ready = [copy for copy in copies if copy is not None and len(copy) - copy.num_computed <= MAX_ROWS]
@@ -66,8 +73,10 @@ class DraftModelDrafter:
         """Nothing: `propose` compares the copy with the sequence."""
 
     def forget(self, sequence: Sequence) -> None:
-        """Free the copy's blocks."""
-        if sequence.sequence_id in self._copies:
+        """Free the copy's blocks; the prefix cache keeps what is full."""
+        copy = self._copies.get(sequence.sequence_id)
+        if copy is not None:
+            self._follow(copy, sequence)
             self._drop(sequence.sequence_id)
 
     def capture(self, shape: Shape, states: Tensor | None) -> None:
@@ -81,15 +90,16 @@ class DraftModelDrafter:
 
     # ---- copies ----
 
-    def _prepare_copy(self, sequence: Sequence, count: int, wanted: set[int]) -> Sequence | None:
+    def _prepare_copy(self, request: DraftRequest, count: int, wanted: set[int]) -> Sequence | None:
         """The sequence's copy with its tokens, and blocks for `count` drafts; None if there is no room."""
+        sequence = request.sequence
         if len(sequence) + count > self.runner.max_model_len:
             return None
         copy = self._copies.get(sequence.sequence_id)
         if copy is None:
             if not self._rows and not self._drop_idle(wanted):
                 return None
-            copy = self._add(sequence)
+            copy = self._add(request)
         self._copies.move_to_end(sequence.sequence_id)
         self._follow(copy, sequence)
         missing = self._blocks.blocks_for(len(copy) + count) - len(copy.block_table)
@@ -100,9 +110,15 @@ class DraftModelDrafter:
             copy.block_table += self._blocks.allocate(missing)
         return copy
 
-    def _add(self, sequence: Sequence) -> Sequence:
-        prompt = self._known(sequence.prompt_token_ids)
+    def _add(self, request: DraftRequest) -> Sequence:
+        """A new copy, with the blocks of its prompt that the prefix cache has."""
+        sequence, prompt = request.sequence, self._known(request.sequence.prompt_token_ids)
         copy = Sequence(sequence.sequence_id, sequence.request_id, prompt, _draft_params(sequence.params))
+        self._tenants[sequence.sequence_id] = request.tenant
+        self._hash(copy, len(prompt) - 1)  # the last token is computed in any case
+        copy.block_table = self._prefix.match(copy.block_hashes)
+        copy.num_published = len(copy.block_table)
+        copy.num_computed = copy.num_published * self._blocks.block_size
         copy.row = self._rows.pop()
         self._sampler.add(copy, ())
         self._copies[sequence.sequence_id], self._confirmed[sequence.sequence_id] = copy, 0
@@ -132,9 +148,24 @@ class DraftModelDrafter:
         self._drop(idle)
         return True
 
+    def _hash(self, copy: Sequence, num_tokens: int) -> int:
+        """Hash the full blocks of its first tokens; their number."""
+        blocks = num_tokens // self._blocks.block_size
+        self._prefix.extend(copy.block_hashes, copy.token_ids, blocks, self._tenants[copy.sequence_id])
+        return blocks
+
+    def _publish(self, copy: Sequence) -> None:
+        """Let other sequences find the copy's full blocks of tokens that are the target's: those are not written any more."""
+        confirmed = len(copy.prompt_token_ids) + self._confirmed[copy.sequence_id]
+        blocks = self._hash(copy, min(copy.num_computed, confirmed))
+        tokens, salt = copy.token_ids, self._tenants[copy.sequence_id]
+        self._prefix.publish(copy.block_hashes, copy.block_table, copy.num_published, blocks, tokens, salt)
+        copy.num_published = max(copy.num_published, blocks)
+
     def _drop(self, number: int) -> None:
+        self._publish(self._copies[number])
         copy = self._copies.pop(number)
-        del self._confirmed[number]
+        del self._confirmed[number], self._tenants[number]
         self._blocks.release(copy.block_table)
         self._sampler.remove(copy.row)
         self._rows.append(copy.row)
@@ -152,6 +183,7 @@ class DraftModelDrafter:
             self.runner.launch(self.runner.prepare(Schedule(entries)))
             for entry in entries:
                 entry.sequence.num_computed += entry.num_tokens
+                self._publish(entry.sequence)
 
     def _draw(self, copies: list[Sequence], count: int) -> dict[int, list[int]]:
         """`count` drafts of each copy, which follow its tokens in it, too."""
