@@ -35,7 +35,7 @@ _ADVICE = "lower --num-blocks or --kv-memory, or use --quantization q8_0 or q4_k
 
 def load_runner(config: EngineConfig, progress: Progress | None, opened: OpenedModel | None = None) -> Runner:
     """The model on its device, opened before or not. OutOfMemoryError, one line, if it, its cache and a drafter do not fit."""
-    from tinyvllm.runner.memory import free_memory, memory_limit
+    from tinyvllm.runner.memory import free_memory
     from tinyvllm.runner.opened import open_model  # after start_device, which sets what tinygrad reads at import
     from tinyvllm.runner.runner import Runner
 
@@ -48,8 +48,7 @@ def load_runner(config: EngineConfig, progress: Progress | None, opened: OpenedM
     except OutOfMemoryError as error:
         if opened is None:
             raise
-        sizes = make_sizes(config, opened, drafter_memory(config, opened), free, memory_limit(config.device))
-        raise OutOfMemoryError(f"{error}; {sizes}") from error
+        raise OutOfMemoryError(f"{error}; {_planned(config, opened, free)}") from error
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -61,6 +60,19 @@ def load_runner(config: EngineConfig, progress: Progress | None, opened: OpenedM
         )
         log.warning(text, runner.max_model_len, runner.config.max_context)
     return runner
+
+
+def _planned(config: EngineConfig, opened: OpenedModel, free: int) -> str:
+    """What `tinyvllm plan` says of an engine that does not start, with the memory that was free before."""
+    from tinyvllm.runner.memory import memory_limit
+
+    try:
+        with DEVICE_LOCK:
+            return str(make_sizes(config, opened, drafter_memory(config, opened), free, memory_limit(config.device)))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return "there is not even memory for a plan: run `tinyvllm plan` alone"
 
 
 def load_model_tokenizer(config: EngineConfig, runner: Runner) -> Tokenizer | None:

@@ -196,6 +196,16 @@ def test_an_engine_that_refuses_to_start_says_the_plan(sparse, monkeypatch):
     assert str(plan.sizes) in str(refused.value) and plan.sizes.refusal in str(refused.value)
 
 
+def test_the_refusal_stays_where_there_is_no_memory_for_a_plan(sparse, monkeypatch):
+    def fail(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("tinyvllm.runner.memory.free_memory", lambda device: 1 << 30)
+    monkeypatch.setattr("tinyvllm.engine.startup.make_sizes", fail)
+    with pytest.raises(OutOfMemoryError, match=r"weights need 1345 MiB.*not even memory for a plan"):
+        LLM(sparse, device="CPU", max_num_seqs=1, skip_tokenizer_init=True)
+
+
 def test_the_command_prints_what_llm_plan_returns(sparse, capsys):
     assert main(["plan", str(sparse), "--device", "cpu", "--memory", "1G", "--max-num-seqs", "1", "--no-speed", "--json"]) == 1
     record = json.loads(capsys.readouterr().out)
