@@ -243,6 +243,8 @@ def test_a_device_that_cannot_be_opened(machine, monkeypatch):
 
     monkeypatch.setattr(runner_device, "start_device", refuse)
     assert "device CUDA cannot be opened" in one(devices.check_device, machine, Status.ERROR, device="CUDA").text
+    for check in (kernels.check_speed, kernels.check_kernels):
+        assert one(check, machine, Status.ERROR, device="CUDA").text == "not checked: the device cannot be opened"
 
 
 def test_speed(machine, monkeypatch):

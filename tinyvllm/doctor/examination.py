@@ -32,4 +32,6 @@ def examine(machine: Machine, checks: dict[str, Check] | None = None) -> Iterato
             yield from check(machine)
         except Exception as error:  # each library fails in its own way, and the other checks still say what they find
             cause = next(iter(str(error).splitlines()), "")
-            yield Finding(name, Status.ERROR, f"the check failed: {type(error).__name__}: {cause}", "see the lines above; --debug has more")
+            yield Finding(
+                name, Status.ERROR, f"the check failed: {type(error).__name__}: {cause}", "please report this line if no other explains it"
+            )

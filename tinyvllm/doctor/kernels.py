@@ -16,11 +16,27 @@ if TYPE_CHECKING:
 BUDGET = 4.0  # seconds after which the self-test begins with no other format; verdicts are kept, so that a second run tests the next ones
 
 
-def check_speed(machine: Machine) -> Iterator[Finding]:
+def _opened(machine: Machine) -> str | None:
+    """The device, None if it cannot be opened, which has a line of its own."""
     from tinyvllm.runner.device import start_device
+
+    try:
+        return start_device(machine.device, cache_folder(machine.environ))
+    except TinyvllmError:
+        return None
+
+
+def _unchecked(name: str) -> Finding:
+    return Finding(name, Status.ERROR, "not checked: the device cannot be opened", "do what the line of the device says")
+
+
+def check_speed(machine: Machine) -> Iterator[Finding]:
     from tinyvllm.runner.roof import measured_roof
 
-    device = start_device(machine.device, cache_folder(machine.environ))
+    device = _opened(machine)
+    if device is None:
+        yield _unchecked("speed")
+        return
     try:
         roof = measured_roof(device, ["BF16"])
     except TinyvllmError as error:
@@ -35,9 +51,12 @@ def check_kernels(machine: Machine, clock: Callable[[], float] = time.monotonic)
     """The self-test of every op with every format of weights and of KV cache, format by format within BUDGET."""
     from tinyvllm.backends.selftest import Report, needs_by_format, test_kernels
     from tinyvllm.placement import Placement
-    from tinyvllm.runner.device import start_device
 
-    placement = Placement(start_device(machine.device, cache_folder(machine.environ)))
+    device = _opened(machine)
+    if device is None:
+        yield _unchecked("kernels")
+        return
+    placement = Placement(device)
     report, end, left = Report(), clock() + BUDGET, list[str]()
     for format, needs in needs_by_format(placement).items():
         if clock() > end and not machine.every_format:
