@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -142,14 +143,16 @@ def test_an_engine_from_outputs_to_metrics(tiny_model: Path, machine: Machine) -
         line = closing_line(llm, Tally.of(outputs))
         totals = llm.engine.energy.totals
         assert (
-            f"; {totals.active:.1f} J above idle ({totals.active / 12:.3g} J a token), 0.0 J idle; gpu not measured: there is none" in line
+            f"; {totals.active:.1f} J above idle ({totals.active / 24:.3g} J a token), 0.0 J idle; gpu not measured: there is none" in line
         )
         from prometheus_client import generate_latest
 
+        before = machine.reads
         text = generate_latest(llm.engine.metrics.registry).decode()
         labels = f'engine="0",model_name="{llm.engine.metrics.model_name}"'
         assert f'tinyvllm:energy_joules_total{{{labels},part="active"}} {totals.active}' in text
-        assert f'tinyvllm:energy_counter_joules_total{{counter="cpu package-0",{labels}}} {float(machine.reads - 2)}' in text
+        (counted,) = re.findall(r'tinyvllm:energy_counter_joules_total{counter="cpu package-0",[^}]*} ([0-9.]+)', text)
+        assert before - 2 <= float(counted) <= machine.reads - 2  # the meter's thread may have read meanwhile
         assert 'part="gpu",reason="there is none"} 1.0' in text
         json.dumps([asdict(output.energy) for output in outputs if output.energy])
     assert machine.closed

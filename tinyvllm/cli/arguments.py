@@ -13,6 +13,7 @@ from tinyvllm.cli.options import (
     ENGINE_OPTIONS,
     LENIENT,
     MODELS,
+    OBSERVING,
     SAMPLING_OPTIONS,
     SERVED_MODEL_NAME,
     SERVER_OPTIONS,
@@ -178,7 +179,7 @@ def _batch_parser() -> Parser:
 
 def _kernels_parser() -> Parser:
     parser = _common("kernels", "Show which kernel runs each op of a model on this machine, and why. Loads the model and runs two steps.")
-    _add(parser, "engine", ENGINE_OPTIONS)
+    _add(parser, "engine", engine_options_except(*OBSERVING))
     return parser
 
 
@@ -198,7 +199,7 @@ def _plan_parser() -> Parser:
         ("--json", {"action": "store_true", "default": False, "help": "all figures as one JSON object"}),
     )
     _add(parser, "plan", own)
-    _add(parser, "engine", engine_options_except("--model", "--record"))
+    _add(parser, "engine", engine_options_except("--model", *OBSERVING))
     return parser
 
 
@@ -223,7 +224,7 @@ def _verify_parser() -> Parser:
         ("--json", {"action": "store_true", "default": False, "help": "all figures as one JSON object"}),
     )
     _add(parser, "comparison", own)
-    _add(parser, "engine", engine_options_except("--model", "--record"))
+    _add(parser, "engine", engine_options_except("--model", *OBSERVING))
     return parser
 
 
@@ -278,8 +279,8 @@ def _bench_parser() -> Parser:
     group = parser.add_argument_group("tests")
     for flag, settings in tests:
         group.add_argument(short[flag], flag, **settings)
-    set_by_tests = ("--max-model-len", "--max-num-seqs", "--num-blocks", "--kv-memory", "--speculative-config", "--record", "--warm-up")
-    _add(parser, "engine", engine_options_except(*set_by_tests, "--prefix-cache-dir", "--enable-prefix-caching", "--tokenizer"))
+    set_by_tests = ("--max-model-len", "--max-num-seqs", "--num-blocks", "--kv-memory", "--speculative-config", "--warm-up")
+    _add(parser, "engine", engine_options_except(*OBSERVING, *set_by_tests, "--prefix-cache-dir", "--enable-prefix-caching", "--tokenizer"))
     return parser
 
 
@@ -321,7 +322,7 @@ def _replay_parser() -> Parser:
         ),
     )
     _add(parser, "comparison", own)
-    _add(parser, "engine (replaces the recorded options)", engine_options_except("--record"))
+    _add(parser, "engine (replaces the recorded options)", engine_options_except(*OBSERVING))
     return parser
 
 
@@ -366,7 +367,7 @@ def _lab_parser() -> Parser:
     group = parser.add_argument_group("results")
     for flag, settings in _LAB_RESULTS:
         group.add_argument(flag, **settings)
-    _add(parser, "engine", engine_options_except("--record"))
+    _add(parser, "engine", engine_options_except(*OBSERVING))
     return parser
 
 

@@ -39,6 +39,8 @@ def run(options: argparse.Namespace) -> int:
             )
         tell = _teller(options)
         status = _talk(Chat(Local(llm, tell), chosen, options.system, tell), options.quiet)
+        if llm.engine.trace is not None and not options.quiet:
+            say(llm.engine.trace.table.text())
         llm.settle()  # after the conversation: nothing waits for it
         return status
 

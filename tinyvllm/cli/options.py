@@ -106,6 +106,8 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     ("--load-format", {"metavar": "F", "help": f"{', '.join(LOAD_FORMATS)}; dummy fills the model with random weights"}),
 )
 
+OBSERVING = ("--record", "--profile", "--energy")  # what watches requests of a user: commands that run their own do without
+
 MODELS: Option = (
     "--model",
     {

@@ -119,7 +119,7 @@ def closing_line(llm: LLM, tally: Tally, num_steps: int = 0) -> str:
     measured from its first token on. That of several is measured from their arrival to the end of the last, over the `num_steps` that the
     engine ran for them, and their time to first token is the median.
     """
-    energy = "" if llm.engine.energy is None else f"; {llm.engine.energy.read().sentence(tally.generated)}"
+    energy = "" if llm.engine.energy is None else f"; {llm.engine.energy.read().sentence(llm.engine.stats.num_tokens)}"
     return _figures(llm, tally, num_steps) + energy + _compiling(llm)
 
 

@@ -23,7 +23,8 @@ def draft_model_config(config: EngineConfig, chosen: SpeculativeConfig) -> Engin
     assert chosen.model is not None, "SpeculativeConfig checks it"
     return replace(
         config, model=chosen.model, revision=chosen.revision, quantization=chosen.quantization, imatrix=None, tokenizer=None,
-        max_model_len=None, kv_memory=None, swap_space=0, prefix_cache_dir=None, record=None, speculative_config=None,
+        max_model_len=None, kv_memory=None, swap_space=0, prefix_cache_dir=None, record=None, profile=None, energy=False,
+        speculative_config=None,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from tinyvllm.speculate.protocol import Controller
 
 CHUNK = 128  # tokens whose logits are in memory at the same time
 COST_TOKENS, COST_PROMPT = 24, 16  # a batch of the cost curve: tokens that each sequence generates, tokens of its prompt
-_NO_FIGURE = ("record", "warm_up", "max_num_seqs")  # options that change no figure of a cell
+_NO_FIGURE = ("record", "profile", "energy", "warm_up", "max_num_seqs")  # options that change no figure of a cell
 
 
 class EngineTarget:

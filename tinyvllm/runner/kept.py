@@ -33,6 +33,8 @@ _OTHER_OPTIONS = (
     "skip_tokenizer_init",
     "revision",
     "record",
+    "profile",
+    "energy",
     "prefix_cache_dir",
     "seed",
     "warm_up",

@@ -16,6 +16,7 @@ import pytest
 from tests.engine.starts import use_own_steps
 from tinyvllm import LLM, ArgumentError, SamplingParams
 from tinyvllm.cli import main
+from tinyvllm.cli.arguments import PARSERS
 from tinyvllm.engine.tools import trace as module
 from tinyvllm.engine.tools.trace_output import TraceFile, TraceMemory
 from tinyvllm.engine.tracing import start_trace, stop_trace
@@ -179,11 +180,33 @@ def test_steps_kept_on_disk_keep_the_work_of_their_kernels(tiny_model: Path, tmp
     monkeypatch.setattr(module, "SAMPLE_EVERY", 1)
     use_own_steps(monkeypatch, tmp_path)
     seen = []
-    for _ in range(2):
-        with LLM(tiny_model, **OPTIONS) as llm:
+    for profile in (None, str(tmp_path / "trace.json")):  # which decides no launch
+        with LLM(tiny_model, **OPTIONS, profile=profile) as llm:
+            if llm.engine.trace is not None:
+                stop_trace(llm.engine, llm.engine.trace)
             events, _ = traced(llm, ["hello"])
             seen.append((llm.engine.runner.capture_work().loaded, [(e["name"], e["args"]["bytes"]) for e in of(events, "X", 3)]))
     assert seen[1][0] > seen[0][0] and seen[0][1] == seen[1][1] and any(nbytes for _, nbytes in seen[0][1])
+
+
+def test_a_recording_is_replayed_without_the_profile_of_its_run(tiny_model: Path, tmp_path: Path) -> None:
+    """The replay would replace that file."""
+    from tinyvllm.engine.tools.recording import read_run
+    from tinyvllm.engine.tools.replay import config_of
+
+    path = tmp_path / "run.jsonl"
+    with LLM(tiny_model, **OPTIONS, record=str(path), profile=str(tmp_path / "trace.json"), energy=True) as llm:
+        llm.generate("hello", PARAMS)
+    config = config_of(read_run(str(path)), {})
+    assert config.profile is None and not config.energy
+
+
+@pytest.mark.parametrize("command", ["kernels", "verify", "replay", "lab", "plan", "bench"])
+@pytest.mark.parametrize("option", ["--energy", "--profile"])
+def test_commands_without_requests_of_a_user_do_not_take_it(command: str, option: str) -> None:
+    """Most of them make an engine without observers, which would ignore it."""
+    assert option not in PARSERS[command]().known_options()
+    assert option in PARSERS["generate"]().known_options()
 
 
 # ---- the file

@@ -197,7 +197,7 @@ def record_to(path: str) -> Recorder:
 def header_of(config: EngineConfig, num_blocks: int, dtype: str, architecture: str, checkpoint: Checkpoint) -> Event:
     """The first line. The engine chose `num_blocks` and `dtype`; `architecture` is what computed the tokens."""
     # the number of blocks replaces what it was computed from; max_model_len stays as it was given: positions of some models depend on it
-    settings = dataclasses.asdict(config) | {"num_blocks": num_blocks, "kv_memory": None, "record": None}
+    settings = dataclasses.asdict(config) | {"num_blocks": num_blocks, "kv_memory": None, "record": None, "profile": None, "energy": False}
     return {
         "format": FORMAT,
         "config": settings,

@@ -42,7 +42,7 @@ def config_of(run: Run, overrides: dict[str, Any]) -> EngineConfig:
             raise ArgumentError(f"replay: {run.path} was recorded with {name}={value!r}, which is not an option of this version{hint}")
     settings["speculative_config"] = settings.get("speculative_config") or "off"  # None asks for the default
     # the recording does not have the blocks that the folder had
-    settings |= {"record": None, "prefix_cache_dir": None, "kv_events_config": None} | overrides
+    settings |= {"record": None, "profile": None, "energy": False, "prefix_cache_dir": None, "kv_events_config": None} | overrides
     if overrides.get("kv_memory") is not None and "num_blocks" not in overrides:
         settings["num_blocks"] = None
     return resolve(settings.pop("model"), **settings)
