@@ -6,6 +6,7 @@ weights, so logits agree to a few hundredths, and greedy tokens where no two log
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,26 @@ def tokens(llm: LLM, texts: list[str], params: Any = GREEDY) -> list[list[int]]:
 
 def test_greedy_tokens_are_the_cpus(cpu, gpu):
     assert tokens(gpu, TEXTS[:3]) == tokens(cpu, TEXTS[:3])
+
+
+def test_a_profile_has_the_kernels_of_a_step_and_changes_no_token(gpu, driver, monkeypatch):
+    """A sampled step runs them one by one; the next one is a graph again."""
+    from tinyvllm.engine.tools.trace_output import TraceMemory
+    from tinyvllm.engine.tracing import start_trace, stop_trace
+
+    monkeypatch.setattr("tinyvllm.engine.tracing.memory_bandwidth", lambda device: 0.0)  # to read it takes the emulator minutes
+    expected = tokens(gpu, TEXTS[:1])
+    output, before = TraceMemory(), driver.counts["cuGraphLaunch"]
+    trace = start_trace(gpu.engine, output)
+    assert tokens(gpu, TEXTS[:1]) == expected and driver.counts["cuGraphLaunch"] > before
+    stop_trace(gpu.engine, trace)
+    events = json.loads(output.text())
+    steps = [event for event in events if event["name"] == "step"]
+    assert [step["args"]["sampled"] for step in steps].count(True) == 1
+    kernels = [event for event in events if event.get("tid") == 3 and event["ph"] == "X"]
+    attention = [event["args"]["bytes"] for event in kernels if event["name"].startswith("attention_")]
+    layers = gpu.engine.runner.config.num_blocks
+    assert len(attention) >= layers and all(nbytes > 0 for nbytes in attention) and trace.table.num_steps == 1
 
 
 def test_a_launch_that_fails_leaves_no_counts(gpu, driver, caplog):

@@ -8,9 +8,10 @@ from tests.scheduler.builders import make, make_sequence, run
 from tinyvllm import SamplingParams
 from tinyvllm.engine import stats as module
 from tinyvllm.engine.output import RequestState
-from tinyvllm.engine.stats import Costs, EngineStats
+from tinyvllm.engine.stats import Costs, EngineStats, memory_bandwidth
 from tinyvllm.metrics import NoMetrics
 from tinyvllm.request import RequestOptions
+from tinyvllm.runner.memory import READ_BYTES
 from tinyvllm.scheduler import Schedule, Scheduled
 
 
@@ -44,6 +45,29 @@ def step(stats: EngineStats, clock: Clock, schedule: Schedule, owners: list, rou
 def state(n: int) -> RequestState:
     params = SamplingParams(n=n, seed=1)
     return RequestState("r", None, [1, 2, 3], params, None, (), 64, 0.0, options=RequestOptions(receipt=True))
+
+
+@pytest.mark.parametrize("room, expected", [(10**9, 4.0), (READ_BYTES // 4, 1.0), (0, 0.0)])
+def test_a_roof_without_room_to_measure_it(monkeypatch: pytest.MonkeyPatch, room: int, expected: float) -> None:
+    """A KV cache takes what a GPU has: a request with a receipt failed for want of a gigabyte, and so did a trace."""
+
+    def read(device: str, nbytes: int) -> float:
+        if nbytes > room:
+            raise MemoryError("no room")
+        return 4.0 * nbytes / READ_BYTES
+
+    monkeypatch.setattr("tinyvllm.runner.memory.read_bandwidth", read)
+    assert memory_bandwidth.__wrapped__("CUDA:7") == expected
+
+
+def test_a_receipt_without_a_roof(clock: Clock) -> None:
+    stats, one = EngineStats(NoMetrics(), Costs(1000, 10, lambda: 0.0), make()), state(1)
+    step(stats, clock, Schedule([Scheduled(one.sequences[0], 3, 1, 1)]), [one], 1, 0.4)
+    one.finish(one.sequences[0], "abort")
+    output = one.output()
+    assert output is not None and output.receipt is not None
+    stats.request_finished(one, output)
+    assert output.receipt.roof is None and output.receipt.device_seconds == pytest.approx(0.4)
 
 
 def test_each_round_counts_as_a_step(clock: Clock) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,10 +12,12 @@ from tinyvllm.engine.beam import BeamState
 from tinyvllm.engine.energy import OFF, set_energy
 from tinyvllm.engine.observer import EngineObserver
 from tinyvllm.engine.output import ActiveRequest
-from tinyvllm.errors import BusyError, TinyvllmError
+from tinyvllm.errors import BusyError, OutOfMemoryError, TinyvllmError
 from tinyvllm.metrics import EngineMetrics, FinishedRequest, NoMetrics, StepStats, add_counts
 from tinyvllm.request import Energy, RequestOutput
 from tinyvllm.scheduler import Schedule, Scheduled, Scheduler
+
+log = logging.getLogger("tinyvllm")
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,18 @@ class Costs:
 
 @cache
 def memory_bandwidth(device: str) -> float:
-    """Bytes a second that this machine reads from the memory of a device, measured at the first call."""
-    from tinyvllm.runner.memory import read_bandwidth
+    """Bytes a second that this machine reads from the memory of a device, measured at the first call.
 
-    return read_bandwidth(device)
+    The KV cache may have left too little memory for that: then a quarter is read, and without room for it the figure is 0.
+    """
+    from tinyvllm.runner.memory import READ_BYTES, read_bandwidth
+
+    for nbytes in (READ_BYTES, READ_BYTES // 4):
+        try:
+            return read_bandwidth(device, nbytes=nbytes)
+        except (MemoryError, OutOfMemoryError) as error:
+            log.warning("roof: the bandwidth of %s is not measured with %d bytes: %s", device, nbytes, error)
+    return 0.0
 
 
 class EngineStats(EngineObserver):
@@ -190,5 +201,5 @@ class EngineStats(EngineObserver):
         receipt.speculation = "off: beam search" if self.speculation and isinstance(request, BeamState) else self.speculation
         receipt.draft_tokens, receipt.accepted_tokens = times.draft_tokens, times.accepted_tokens
         receipt.queue_seconds = (times.scheduled or times.finished or times.arrival) - times.arrival
-        if receipt.device_seconds:
-            receipt.roof = receipt.bytes_moved / receipt.device_seconds / self.costs.bandwidth()
+        if receipt.device_seconds and (bandwidth := self.costs.bandwidth()):
+            receipt.roof = receipt.bytes_moved / receipt.device_seconds / bandwidth
