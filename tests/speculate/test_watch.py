@@ -13,7 +13,7 @@ from tinyvllm.speculate.contexts import Trail, context_key
 from tinyvllm.speculate.ngram import NgramDrafter
 from tinyvllm.speculate.protocol import LookupDrafter
 from tinyvllm.speculate.suffix import FIRST_MATCH, SuffixDrafter
-from tinyvllm.speculate.watch import FIRST_LOOK, PAUSE, SECOND_LOOK, TRUST, Watch, tenant_of
+from tinyvllm.speculate.watch import FIRST_LOOK, MAX_PAUSE, PAUSE, SECOND_LOOK, TRUST, Watch, tenant_of
 
 
 class Answers(NgramDrafter):
@@ -77,11 +77,39 @@ def test_each_sequence_of_a_batch_has_its_own_pauses():
     assert drafter.looks == [(0, 1), (1, 30), (0, 5), (1, 36)] and watch.pause == 4
 
 
-def test_a_large_batch_has_longer_pauses():
+def test_a_large_batch_is_looked_at_in_few_steps():
+    """Sequences that began at different steps soon have their looks together, one in 16 tokens; somewhat more often while they join."""
+    drafter, rng = Answers(), random.Random(3)
+    watch, many = Watch(drafter), [sequence([1], [5] * rng.randrange(6, 60), i) for i in range(128)]
+    calls: list[int] = []
+    for step in range(64):
+        before = len(drafter.looks)
+        watch.any_recurs([decode(one) for one in many[: 1 + 2 * step]])
+        calls.append(len(drafter.looks) - before)
+        for one in many:
+            one.output_token_ids.append(0)
+    assert len(drafter.looks) < sum(range(1, 128, 2)) / 5
+    calls.clear()
+    step = 0
+    while step < 64:
+        before = len(drafter.looks)
+        watch.any_recurs([decode(one) for one in many])
+        calls.append(len(drafter.looks) - before)
+        for one in many:
+            one.output_token_ids += [0] * watch.pause
+        step += watch.pause
+    assert calls[1:] == [128] * len(calls[1:]) and len(calls) <= 6 and watch.pause == MAX_PAUSE
+
+
+def test_a_new_sequence_of_a_large_batch_has_its_first_looks():
     drafter = Answers()
-    watch, many = Watch(drafter), [sequence([1], [5] * 9, i) for i in range(128)]
-    watch.any_recurs([decode(one) for one in many])
-    assert len(drafter.looks) == 128 and watch.pause == 16
+    watch, many = Watch(drafter), [sequence([1], [5] * 9, i) for i in range(64)]
+    many[0].output_token_ids.clear()
+    for _ in range(8):
+        watch.any_recurs([decode(one) for one in many])
+        for one in many:
+            one.output_token_ids.append(0)
+    assert [length for number, length in drafter.looks if number == 0] == [FIRST_LOOK, SECOND_LOOK]
 
 
 @pytest.mark.parametrize("drafter", [NgramDrafter(2), NgramDrafter(4, 2), SuffixDrafter(first_match=2), SuffixDrafter(first_match=4)])

@@ -11,7 +11,9 @@ from tinyvllm.speculate.protocol import LookupDrafter
 # The first look is after the first token, whose context is the prompt's: a text to be continued may recur already. If a prompt ends with a
 # chat template, an answer that copies is noticed some tokens later. A look costs 3 us, and 5 to 15 us when its code has left the caches.
 FIRST_LOOK, SECOND_LOOK = 1, 5  # tokens of output
-PAUSE = 6  # tokens after later looks in vain; in batches of more than 48 sequences one for 8 of them, as each is looked at
+PAUSE = 6  # tokens after later looks in vain; in a batch of N sequences N / 4, as each is looked at, to MAX_PAUSE
+MAX_PAUSE = 16
+FEW = 8  # sequences; in larger batches one is looked at half a pause early if another one is, so that looks are in few steps
 TRUST = 4  # looks that are skipped after an accepted draft, their answer being yes
 
 
@@ -49,7 +51,8 @@ class Watch:
     def any_recurs(self, entries: Row[Decode]) -> bool:
         """Whether one of these decodes may get drafts: its sequence is due, or was found to recur by the look before."""
         looks, answer = self._looks, False
-        soonest = pause_in_vain = max(PAUSE, len(entries) // 8)
+        soonest = pause_in_vain = min(MAX_PAUSE, max(PAUSE, len(entries) // 4))
+        early = 0 if len(entries) <= FEW else pause_in_vain // 2
         for entry in entries:  # one loop without further calls: this code is not in the processor's caches
             sequence = entry.sequence
             look = looks.get(sequence.sequence_id)
@@ -57,7 +60,7 @@ class Watch:
                 look = looks[sequence.sequence_id] = _Look(tenant_of(sequence))
             length = len(sequence.output_token_ids)
             pause = look.next - length
-            if pause <= 0:
+            if pause <= (early if length > SECOND_LOOK else 0):
                 if look.trust:
                     look.trust -= 1
                     look.recurs = True
