@@ -198,9 +198,10 @@ def test_sampling_params_of_the_wrong_kind_are_refused():
             spread(wrong, SamplingParams(), 1)
 
 
-def test_a_closed_engine_keeps_no_weights(tiny_model: Path) -> None:
+@pytest.mark.parametrize("speculation", ["off", "auto", "eagle_lite"])
+def test_a_closed_engine_keeps_no_weights(tiny_model: Path, speculation: str) -> None:
     """A closed LLM may live on in a variable; its model, and the captures that share an arena with later engines, may not."""
-    llm = LLM(tiny_model, max_model_len=64)
+    llm = LLM(tiny_model, max_model_len=64, speculative_config=speculation)
     runner = weakref.ref(llm.engine.runner)
     llm.close()
     gc.collect()

@@ -285,5 +285,6 @@ class Engine:
         self.constraints.close()
         self.observer.engine_closed()
         self.trace = None
+        self.requests.on_release = lambda sequence: None  # it was the drafter's, which holds the model
         for name in ("runner", "sampler", "stages", "loop", "_plain_loop", "speculation", "recovery"):
             self.__dict__.pop(name, None)
