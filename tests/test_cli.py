@@ -67,7 +67,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (["--prompt", "x", "--config", "a"], ["--config must end in .yaml or .yml", "'a'"]),
         (["--prompt", "x", "--gpu-memory-utilization", "0.9"], ["--gpu-memory-utilization=0.9", "nearest: --kv-memory, --num-blocks"]),
         (["--prompt", "x", "--gpu_memory_utilization=0.9"], ["--gpu_memory_utilization=0.9", "nearest: --kv-memory"]),
-        (["--prompt", "x", "--tensor-parallel-size", "2"], ["--tensor-parallel-size=2", "one device", "accepted: 1"]),
+        (["--prompt", "x", "--pipeline-parallel-size", "2"], ["--pipeline-parallel-size=2", "one device", "accepted: 1"]),
+        (["--prompt", "x", "-tp", "3"], ["tensor_parallel_size must be one of 1, 2, 4, 8", "got 3"]),
         (["--prompt", "x", "--no-enable-chunked-prefill"], ["--no-enable-chunked-prefill=False", "accepted: True"]),
         (["--prompt", "x", "-ngl", "99"], ["-ngl=99", "nearest: --device"]),
         (["--prompt", "x", "-t", "4"], ["-t=4", "TINYVLLM_THREADS"]),
@@ -176,7 +177,9 @@ def test_options_become_fields() -> None:
 def test_options_of_other_programs_that_mean_the_same() -> None:
     vllm = "--prompt x --max_model_len 9 --num-gpu-blocks-override=7 --tensor-parallel-size 1 --trust-remote-code --n 2"
     options = parse([*vllm.split(), "--enable-chunked-prefill"])[1]
-    assert engine_options(options) == {"max_model_len": 9, "num_blocks": 7} and sampling_options(options) == {"n": 2}
+    assert engine_options(options) == {"max_model_len": 9, "num_blocks": 7, "tensor_parallel_size": 1} and sampling_options(options) == {
+        "n": 2
+    }
     llama = "-m PATH -p --prompt=hi -n 5 -c 64 --temp 0.5 -s 3 -np 2 -fa on -r A -r B -j {}"
     _, options = parse(llama.replace("-p --prompt=hi", "-p hi").split())
     assert options.prompt == ["hi"] and engine_options(options) == {"model": "PATH", "max_model_len": 64, "max_num_seqs": 2}

@@ -94,7 +94,12 @@ def test_options_under_the_names_of_vllm(tmp_path: Path) -> None:
     assert resolve(tmp_path, environ={}, kv_cache_memory_bytes="2GiB").kv_memory == 2 << 30
     for given, words in [
         ({"gpu_memory_utilization": 0.9}, ["gpu_memory_utilization=0.9", "nearest: kv_memory, num_blocks"]),
-        ({"tensor_parallel_size": 2}, ["tensor_parallel_size=2", "accepted: 1", "nearest: device"]),
+        ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size=2", "accepted: 1", "nearest: device"]),
+        ({"tensor_parallel_size": 3}, ["tensor_parallel_size must be one of 1, 2, 4, 8", "got 3"]),
+        ({"tensor_parallel_size": 2, "device": "CUDA"}, ["tensor_parallel_size=2 runs on the CPU only", "device=CUDA"]),
+        ({"tensor_parallel_size": 2, "swap_space": "1GiB"}, ["swap_space does not work with tensor_parallel_size=2"]),
+        ({"tensor_parallel_size": 2, "speculative_config": "ngram"}, ["speculative_config does not work with tensor_parallel_size=2"]),
+        ({"tensor_parallel_size": 2, "num_scheduler_steps": 4}, ["num_scheduler_steps=4 is not supported with tensor_parallel_size=2"]),
         ({"enforce_eager": True}, ["enforce_eager=True", "nearest: warm_up"]),
         ({"num_gpu_blocks_override": 7, "num_blocks": 8}, ["num_gpu_blocks_override", "num_blocks", "one of them"]),
         ({"swap_space": 4}, ["swap_space=4", "GiB", "'4GiB'"]),

@@ -45,10 +45,11 @@ VLLM: dict[str, Alias] = {
     "gpu_memory_utilization": Alias(
         inert=(None,), nearest=("kv_memory", "num_blocks"), why="the KV cache has a size; without one it takes what the device has free"
     ),
-    "tensor_parallel_size": _ONE_DEVICE,
     "pipeline_parallel_size": _ONE_DEVICE,
     "data_parallel_size": _ONE_DEVICE,
-    "distributed_executor_backend": Alias(inert=(None, "uni"), nearest=("device",), why="an engine runs in one process"),
+    "distributed_executor_backend": Alias(
+        inert=(None, "uni", "mp"), nearest=("tensor_parallel_size",), why="an engine starts its processes"
+    ),
     "worker_cls": Alias(inert=(None, "auto"), why="an engine runs in one process"),
     "enable_chunked_prefill": Alias(inert=(True, None), nearest=("max_num_batched_tokens",), why="long prompts are always chunked"),
     "max_num_partial_prefills": Alias(inert=(None,), nearest=("max_num_batched_tokens",)),

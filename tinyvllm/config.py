@@ -38,6 +38,7 @@ _KV_CACHE_NEAREST = {
 }
 LOAD_FORMATS = ("auto", "dummy")
 MAX_SCHEDULER_STEPS = 64
+TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 CPU_STEP_MS = 250  # a gap between two tokens that a reader hardly notices
 QUANTIZATIONS = tuple(name.lower() for name in mixes.NAMES)
 # vLLM's names for the kind that a quantized checkpoint already has: they change nothing, and the checkpoint must be of that kind.
@@ -82,6 +83,7 @@ class EngineConfig:
     max_num_queued_reqs, max_num_queued_tokens  requests, and tokens of prompts, that may wait; more are refused. None is no limit
     preemption_mode         "recompute" or "swap"; None takes the cheaper one by measured rates
     async_scheduling        launch the next decode step before the last one's tokens are read; None does where launches are asynchronous
+    tensor_parallel_size    processes that share the model, each with a part of every matrix: 1, 2, 4 or 8, on the CPU
     enable_cascade          read a cached prefix that running sequences share once for all of them
     warm_up                 capture common steps ahead of time: LLM at construction, AsyncLLM one at a time while idle
     record                  file to which arrivals and parameters are written, for `replay`
@@ -118,6 +120,7 @@ class EngineConfig:
     max_num_queued_tokens: int | None = None
     preemption_mode: str | None = None
     async_scheduling: bool | None = None
+    tensor_parallel_size: int = 1
     enable_cascade: bool = True
     warm_up: bool = False
     record: str | None = None
@@ -157,6 +160,7 @@ class EngineConfig:
         self._check_combinations()
 
     def _check_combinations(self) -> None:
+        self._check_ranks()
         if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
             raise ArgumentError(f"prefix_cache_dir={self.prefix_cache_dir!r} contradicts enable_prefix_caching=False: give one of them")
         if self.kv_events_config is not None and not self.enable_prefix_caching:
@@ -172,6 +176,21 @@ class EngineConfig:
             )
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ArgumentError(f"skip_tokenizer_init contradicts tokenizer={self.tokenizer!r}: give one of them")
+
+    def _check_ranks(self) -> None:
+        """ArgumentError for what ranks of tensor parallelism cannot do yet."""
+        ranks = self.tensor_parallel_size
+        if type(ranks) is not int or ranks not in TENSOR_PARALLEL_SIZES:
+            raise ArgumentError(f"tensor_parallel_size must be one of {', '.join(map(str, TENSOR_PARALLEL_SIZES))}, got {ranks!r}")
+        if ranks == 1:
+            return
+        if self.device not in ("auto", "CPU"):
+            raise ArgumentError(f"tensor_parallel_size={ranks} runs on the CPU only, got device={self.device}: leave one of them out")
+        for name in ("swap_space", "speculative_config", "prefix_cache_dir", "async_scheduling", "imatrix"):
+            if getattr(self, name):
+                raise ArgumentError(f"{name} does not work with tensor_parallel_size={ranks} yet: leave one of them out")
+        if self.num_scheduler_steps != 1:
+            raise ArgumentError(f"num_scheduler_steps={self.num_scheduler_steps} is not supported with tensor_parallel_size={ranks}: use 1")
 
     def _check_imatrix(self, path: str) -> None:
         if self.quantization is None:

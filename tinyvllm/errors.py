@@ -85,6 +85,10 @@ class InternalError(TinyvllmError):
     """A defect of tinyvllm that ended one request; the engine continues. The log has the traceback."""
 
 
+class RankError(TinyvllmError):
+    """A process of tensor parallelism that ended, hangs or could not start: the engine ends, and its requests with it."""
+
+
 class OutputError(TinyvllmError):
     """A file that cannot be written."""
 

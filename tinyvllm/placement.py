@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -43,3 +44,17 @@ class Placement:
 
     def __str__(self) -> str:
         return self.device
+
+
+@dataclass(frozen=True, eq=False)
+class RankGroup:
+    """The ranks of one engine, and the shared memory in which they meet (kernels/cpu/include/meeting.h), as a tensor of bytes.
+
+    `place` is how many float32 of sums a rank has room for, `logits` how many logits there is room for.
+    """
+
+    rank: int
+    world_size: int
+    memory: Any
+    place: int
+    logits: int

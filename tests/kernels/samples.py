@@ -73,6 +73,24 @@ def matmul_normed(target: str, T: int = 15, I: int = 96, O: int = 48) -> Call:
     return kernel("matmul", target, 2, [blank(T, O), prepared("BF16", T, I), *ins], **sizes, OUT_NORM=1, OUT_SCALE="0.5f", EPS=1e-5)
 
 
+def shared_by_two(place: int, logits: int) -> np.ndarray:
+    """The memory of two ranks (kernels/cpu/include/meeting.h) in which the other rank has met this one already and left its sums."""
+    memory = aligned((4096 + 4 * (2 * 2 * place + logits),), np.uint8, 0)
+    memory[128:132].view(np.int32)[:] = 5  # meetings of rank 1
+    memory[4096:].view(np.float32)[:] = floats(2 * 2 * place + logits)
+    return memory
+
+
+def all_reduce(target: str, T: int = 5, O: int = 544) -> Call:
+    arrays = [blank(T, O), shared_by_two(T * O, 0), floats(T, O), floats(O), floats(T, O), int32(T)]
+    return kernel("all_reduce", target, 2, arrays, O=O, WORLD=2, RANK=0, PLACE=T * O, BIAS=1, RESIDUAL=1)
+
+
+def gather_logits(target: str, N: int = 3, V: int = 75, columns: int = 48) -> Call:
+    arrays = [blank(N, V), shared_by_two(16, N * V), floats(N, columns), int32(N)]
+    return kernel("gather_logits", target, 2, arrays, V=V, COLUMNS=columns, FIRST=0, WORLD=2, RANK=0, PLACE=16, LOGITS=N * V)
+
+
 def changed(sample: Callable[[str], Call], changes: dict[str, int | float | str], target: str) -> Call:
     """A sample with more or other constants."""
     made, arrays = sample(target)
@@ -197,6 +215,7 @@ POLICIES: dict[str, dict[str, int | float | str]] = {  # what some families diff
 
 def _samples() -> dict[str, Callable[[str], Call]]:
     samples: dict[str, Callable[[str], Call]] = {"kv_copy": kv_copy, "advance": advance, "read": read, "sample": sample}
+    samples |= {"all_reduce": all_reduce, "gather_logits": gather_logits}
     samples["sample greedy"] = functools.partial(sample, SAMPLED=0)
     for weight in BYTES:
         for make in (matmul, embed):

@@ -11,9 +11,10 @@ from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights
 from tinyvllm.batch import Batch, LayerCache
-from tinyvllm.placement import Placement
+from tinyvllm.placement import Placement, RankGroup
 from tinyvllm.quant.formats import Layout
 from tinyvllm.quant.layouts import RowSource
+from tinyvllm.quant.slices import RowShare
 
 
 class Backend(Protocol):
@@ -92,6 +93,16 @@ class Backend(Protocol):
         self, variant: str, x: Tensor, weight: KernelWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool,
         output_norm: NormWeights | None = None, output_scale: float = 1.0,
     ) -> Tensor: ...  # fmt: skip
+
+    def all_reduce(
+        self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        """[T, O]: the sum of all ranks' parts [T, O] in the tree of quant/slices.py, plus bias and residual."""
+        ...
+
+    def gather_logits(self, variant: str, part: Tensor, share: RowShare, count: Tensor) -> Tensor:
+        """[N, V]: the logits of all ranks, each of which has some columns; undefined but in rank 0."""
+        ...
 
     def gate_up_silu(
         self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, rows: Tensor, bias: Tensor | None, gelu: bool = False

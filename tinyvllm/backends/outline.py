@@ -11,9 +11,10 @@ from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights
 from tinyvllm.batch import Batch, LayerCache
-from tinyvllm.placement import Placement
+from tinyvllm.placement import Placement, RankGroup
 from tinyvllm.quant.formats import Layout
 from tinyvllm.quant.layouts import RowSource
+from tinyvllm.quant.slices import RowShare
 
 
 class Outline:
@@ -73,6 +74,14 @@ class Outline:
         output_norm: NormWeights | None = None, output_scale: float = 1.0,
     ) -> Tensor:  # fmt: skip
         return empty(x, int(x.shape[0]), weight.O)
+
+    def all_reduce(
+        self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        return empty(part, *(int(d) for d in part.shape))
+
+    def gather_logits(self, variant: str, part: Tensor, share: RowShare, count: Tensor) -> Tensor:
+        return empty(part, int(part.shape[0]), share.all_rows)
 
     def gate_up_silu(
         self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, rows: Tensor, bias: Tensor | None, gelu: bool = False

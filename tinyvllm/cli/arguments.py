@@ -17,6 +17,7 @@ from tinyvllm.cli.options import (
     SAMPLING_OPTIONS,
     SERVED_MODEL_NAME,
     SERVER_OPTIONS,
+    SHORT,
     SKIP_TOKENIZER,
     STRUCTURE_OPTIONS,
     Option,
@@ -82,7 +83,8 @@ def configured(command: str, arguments: Sequence[str]) -> Configuration:
 def _add(parser: Parser, title: str, table: Sequence[Option]) -> None:
     group = parser.add_argument_group(title)
     for flag, settings in table:
-        group.add_argument(flag, **{"default": argparse.SUPPRESS, **settings})
+        flags = [SHORT[flag], flag] if flag in SHORT else [flag]
+        group.add_argument(*flags, **{"default": argparse.SUPPRESS, **settings})
 
 
 def _plain(command: str, description: str, epilog: str | None = None) -> Parser:

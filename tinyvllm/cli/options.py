@@ -22,6 +22,7 @@ from tinyvllm.request import STRUCTURES, SamplingParams, StructuredOutputsParams
 MAX_TOKENS = {"generate": 256, "chat": 1024}  # defaults; less where the context ends earlier
 
 Option = tuple[str, dict[str, Any]]
+SHORT = {"--tensor-parallel-size": "-tp"}  # vLLM's
 
 
 class AppendModel(argparse.Action):
@@ -38,6 +39,10 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     ("--tokenizer", {"metavar": "PATH", "help": "folder of tokenizer files, or GGUF file; default: the model's own"}),
     ("--revision", {"metavar": "R", "help": "branch, tag or commit of a hub name"}),
     ("--device", {"metavar": "D", "help": "auto, CPU, METAL, CUDA, CUDA:1, ..."}),
+    (
+        "--tensor-parallel-size",
+        {"type": int, "metavar": "N", "help": "processes that share the model, each with a part of every matrix: 1, 2, 4 or 8, on the CPU"},
+    ),
     ("--dtype", {"metavar": "T", "help": f"data type of the computation: {', '.join(DTYPES)}"}),
     ("--max-model-len", {"type": int, "metavar": "N", "help": "maximum prompt plus answer, in tokens"}),
     ("--max-num-seqs", {"type": int, "metavar": "N", "help": "maximum number of sequences that run at the same time"}),

@@ -286,5 +286,6 @@ class Engine:
         self.observer.engine_closed()
         self.trace = None
         self.requests.on_release = lambda sequence: None  # it was the drafter's, which holds the model
+        self.runner.close()
         for name in ("runner", "sampler", "stages", "loop", "_plain_loop", "speculation", "recovery"):
             self.__dict__.pop(name, None)

@@ -17,6 +17,7 @@ from tinyvllm.engine.boundary import request_failure
 from tinyvllm.engine.loop import StepLoop
 from tinyvllm.engine.requests import ActiveRequests
 from tinyvllm.engine.stages import Stages
+from tinyvllm.errors import RankError
 from tinyvllm.host_memory import is_out_of_memory
 from tinyvllm.request import Sequence
 
@@ -46,6 +47,8 @@ class StepRecovery:
             self._limit_admission()
         try:
             step()
+        except RankError:
+            raise  # the ranks are gone: no step can run any more
         except Exception as error:
             self._recover(error)
         else:

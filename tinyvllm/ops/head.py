@@ -12,6 +12,8 @@ from tinyvllm.ops.facts import product_facts
 from tinyvllm.ops.linear import product
 from tinyvllm.ops.norm import Norm
 from tinyvllm.placement import Placement
+from tinyvllm.quant.layouts import PackedWeight
+from tinyvllm.quant.slices import RowShare
 
 Table = Tensor | KernelTable
 
@@ -46,7 +48,10 @@ def norm_head(
         shape, facts = f"{weight.O}x{weight.I} {weight.format}{' scaled or capped' * changed}", product_facts(placement, weight, norm)
         kernel = select("norm_head", placement, shape, replace(facts, scaled=divisor != 1.0, cap=cap != 0.0))
         if kernel is not None:
-            return kernel.backend.norm_head(kernel.variant, x, norm, weight, rows, count, divisor, cap)
+            logits, best = kernel.backend.norm_head(kernel.variant, x, norm, weight, rows, count, divisor, cap)
+            if isinstance(weight, PackedWeight) and isinstance(weight.share, RowShare):
+                return kernel.backend.gather_logits(kernel.variant, logits, weight.share, count), None
+            return logits, best
         if changed:  # two logits may become equal: the largest is looked for afterwards
             return _finished(norm_head(x, norm, weight, rows, count)[0], divisor, cap).contiguous(), None
     return _finished(product(norm(x[rows]).contiguous(), weight), divisor, cap), None

@@ -14,11 +14,13 @@ from tinygrad import Tensor, dtypes
 
 from tinyvllm.backends.operands import TensorWeight, Weight, matrices_of
 from tinyvllm.backends.registry import select
+from tinyvllm.errors import KernelError
 from tinyvllm.ops.facts import product_facts
 from tinyvllm.ops.norm import Norm
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import FORMATS, Activations
 from tinyvllm.quant.layouts import BLOCK, MixedWeight, PackedWeight, StoredWeight
+from tinyvllm.quant.slices import ColumnShare
 
 __all__ = ["TensorWeight", "Weight", "add_output", "gate_up_silu", "linear", "product", "rounded"]
 
@@ -38,6 +40,9 @@ def linear(
 
     rows [1] int32 is how many rows of x count; the result's other rows are undefined.
     """
+    if isinstance(weight, PackedWeight) and isinstance(weight.share, ColumnShare):
+        y = _reduced(x, weight, weight.share, rows, bias, residual if norm is None and scale == 1.0 else None, gelu)
+        return y if norm is None and scale == 1.0 else add_output(residual, y, norm, scale)
     if not isinstance(weight, TensorWeight):
         placement, shape = Placement.of(x.device), f"{weight.O}x{weight.I} {weight.format}"
         facts = product_facts(placement, weight)
@@ -53,6 +58,18 @@ def linear(
     y = product(x, weight)
     y = y if bias is None else y + bias.float()
     return add_output(residual, y.gelu() if gelu else y, norm, scale)
+
+
+def _reduced(
+    x: Tensor, weight: PackedWeight, share: ColumnShare, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool
+) -> Tensor:
+    """`linear` of all ranks, each of which has some of the columns of x and of the weight."""
+    placement = Placement.of(x.device)
+    kernel = select("matmul", placement, f"{weight.O}x{share.columns} {weight.format} of a rank", product_facts(placement, weight))
+    if kernel is None or gelu:
+        raise KernelError("tensor parallelism: no kernel adds the parts of a divided product; leave TINYVLLM_KERNELS out")
+    part = kernel.backend.matmul(kernel.variant, x, weight, rows, None, None, False, None, 1.0)
+    return kernel.backend.all_reduce(kernel.variant, part, share.group, rows, bias, residual)
 
 
 def add_output(residual: Tensor | None, y: Tensor, norm: Norm | None, scale: float) -> Tensor:

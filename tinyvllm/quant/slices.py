@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from tinyvllm.quant.formats import FORMATS, Activations, Layout, activations_of
-from tinyvllm.quant.layouts.rows import BLOCK
 
 ALL_SLICES = 8
+BLOCK = 32  # columns that integers round x in together, and that the kernels read at once
 
 
 def slice_unit(format: str, I: int) -> int:
@@ -20,3 +23,28 @@ def slice_columns(format: str, I: int, first: int, count: int) -> slice:
     unit = slice_unit(format, I)
     units = I // unit
     return slice(first * units // ALL_SLICES * unit, (first + count) * units // ALL_SLICES * unit)
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnShare:
+    """Which columns of the whole matrix a rank's panels stand for: `count` slices from `first` on of `all_columns`.
+
+    The panels are whole blocks; `before` of their columns belong to an earlier slice, and `columns` are the rank's own. `group` is the
+    `RankGroup` that adds the sums.
+    """
+
+    group: Any
+    all_columns: int
+    first: int
+    count: int
+    before: int
+    columns: int
+
+
+@dataclass(frozen=True, eq=False)
+class RowShare:
+    """Which rows of the head a rank has: those from `first` on, of `all_rows`. `group` is the `RankGroup` that gathers the logits."""
+
+    group: Any
+    all_rows: int
+    first: int

@@ -56,6 +56,13 @@ def _default_of_tinygrad(kind: str) -> Iterator[None]:
         os.environ.pop("DEV", None)
 
 
+def share_cores(ranks: int) -> None:
+    """Divide the cores among the ranks of an engine."""
+    from tinyvllm.backends.cpu import threads
+
+    threads.share_cores(ranks)
+
+
 def start_device(choice: str, cache: Path) -> str:
     """Choose the device, prepare tinygrad for it and open it; returns its name.
 

@@ -16,7 +16,7 @@ import numpy as np
 from tinygrad import Tensor, UOp
 
 from tinyvllm.batch import NO_SLOT, Batch
-from tinyvllm.bridge import copied, spans, upload, upload_parts
+from tinyvllm.bridge import copied, download, spans, upload, upload_parts
 from tinyvllm.config import EngineConfig
 from tinyvllm.scheduler import Schedule, Scheduled
 
@@ -156,6 +156,20 @@ class StepInputs:
         table = self.shape.sequences, self.width
         self.block_tables = self.block_tables.reshape(table)
         self._tensors["block_tables"] = self._tensors["block_tables"].reshape(table)
+
+    @property
+    def all_rows(self) -> bool:
+        """Whether the logits of every row are wanted."""
+        return self._all_rows
+
+    def copied_arrays(self) -> np.ndarray:
+        """All arrays as the device has them, int32: after an advance they are not the host's."""
+        arrays: np.ndarray = download(self._device)
+        return arrays
+
+    def load(self, arrays: np.ndarray) -> None:
+        """Take all arrays from another rank."""
+        upload(self._device, arrays)
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import asdict, astuple, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -40,7 +42,9 @@ from tinyvllm.bridge import (
     upload,
 )
 from tinyvllm.config import MAX_SCHEDULER_STEPS, EngineConfig
-from tinyvllm.errors import ArgumentError
+from tinyvllm.distributed.memory import SharedMemory
+from tinyvllm.distributed.ranks import Ranks
+from tinyvllm.errors import ArgumentError, RequestError
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.advance import History, advance
 from tinyvllm.placement import Placement
@@ -109,8 +113,44 @@ class Runner:
         self._embeddings: dict[Shape, tuple[StepInputs, Captured]] = {}
         hosted = config.swap_space // self.pool.block_bytes
         self._hosted = np.zeros((hosted, self.pool.block_bytes), np.uint8)  # its pages come as they are written
-        self.kept_steps = kept_steps(self.placement, config, self._roots())
+        self.kept_steps = kept_steps(self.placement, config, self._roots()) if opened.split is None else None
         self.self_test = packing + self._test_kernels(config)
+        self._memory = opened.memory
+        self.ranks = None if opened.memory is None else self._start_ranks(config, opened.memory)
+
+    def _start_ranks(self, config: EngineConfig, memory: SharedMemory) -> Ranks:
+        """Start the other ranks and wait until each has its part of the model."""
+        options = asdict(replace(config, num_blocks=self.pool.num_blocks, kv_memory=None, kv_events_config=None, record=None))
+        ranks = Ranks(memory, {"layout": asdict(memory.layout), "config": options}, thread_pool().num_threads)
+        weakref.finalize(self, ranks.close)
+        return ranks
+
+    def close(self) -> None:
+        """End the other ranks."""
+        if self.ranks is not None:
+            self.ranks.close()
+
+    def run_announced(self, shape: list[int], all_rows: bool, inputs: np.ndarray, values: dict[str, int]) -> None:
+        """In a rank above 0: run a step of rank 0's, whose arrays are `inputs`."""
+        key = Shape(*shape)
+        plan = self._steps.get((key, all_rows, ())) or self._new_step(key, all_rows)
+        plan.inputs.load(inputs)
+        plan.forward(**values)
+
+    def _announced(self, step: PreparedStep, ranks: Ranks, memory: SharedMemory) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Run a step in all ranks."""
+        inputs = step.plan.inputs
+        arrays = inputs.copied_arrays()
+        memory.inputs[: len(arrays)] = arrays
+        ranks.step_started()
+        ranks.send(do="step", shape=astuple(inputs.shape), all_rows=inputs.all_rows, values=step.values, count=len(arrays))
+        try:
+            result: tuple[Tensor, Tensor | None, Tensor | None] = step.plan.forward(**step.values)
+        except BaseException:
+            ranks.abandon()  # they wait for a meeting to which this rank does not come
+            raise
+        ranks.step_ended()
+        return result
 
     def _roots(self) -> dict[str, object]:
         """What all steps read, and what decides their kernels."""
@@ -215,10 +255,14 @@ class Runner:
         if schedule.swap_in:
             self.pool.write([block for _, block in schedule.swap_in], self._hosted[[host for host, _ in schedule.swap_in]])
         if schedule.copies:
+            if self.ranks is not None:
+                self.ranks.send(do="copy", pairs=schedule.copies)
             self.pool.copy(schedule.copies)
 
     def launch(self, step: PreparedStep) -> Logits:
         """Start a prepared step. Its results are in buffers that the next step of this shape overwrites."""
+        if self.ranks is not None and self._memory is not None:
+            return Logits(*self._announced(step, self.ranks, self._memory))
         return Logits(*step.plan.forward(**step.values))
 
     def advance(self, step: PreparedStep, sampled: Tensor, draw: CapturedCall | None, rounds: int) -> Iterator[np.ndarray]:
@@ -312,6 +356,8 @@ class Runner:
 
     def states(self, entry: Scheduled) -> np.ndarray:
         """Hidden states float32 [T, E] of every token of one chunk, after the final norm."""
+        if self.ranks is not None:
+            raise RequestError("embeddings: hidden states are not available with tensor_parallel_size above 1; leave it out")
         shape = shape_of([], [entry])
         if shape not in self._embeddings:
             inputs = StepInputs(shape, self._table_width, self.device, all_rows=True)

@@ -40,7 +40,9 @@ def pool_size(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory 
     device, size, one = opened.plan.placement.device, config.block_size, opened.block_bytes
     longest, blocks = wanted_context(config, opened.config), config.num_blocks
     if blocks is None:
-        blocks = pool_blocks(device, one, size, config.max_num_seqs * longest, config.kv_memory, drafter, free)
+        blocks = pool_blocks(
+            device, one * config.tensor_parallel_size, size, config.max_num_seqs * longest, config.kv_memory, drafter, free
+        )
     check_room(device, blocks * one, drafter.total(blocks), free)
     return PoolSize(blocks, longest if config.max_model_len is not None else min(longest, blocks * size))
 

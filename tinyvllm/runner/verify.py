@@ -22,6 +22,7 @@ from tinygrad import Tensor, UOp
 
 from tinyvllm.backends.registry import REFERENCE, choices, forget_choices
 from tinyvllm.bridge import Captured, download, upload
+from tinyvllm.errors import ArgumentError
 from tinyvllm.runner.kv import KVPool
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
 from tinyvllm.runner.runner import Runner
@@ -78,6 +79,8 @@ class Comparison:
     """Runs steps all three ways and keeps the results. `num_blocks` is the number of blocks that the entries' tables may name."""
 
     def __init__(self, runner: Runner, num_blocks: int):
+        if runner.ranks is not None:
+            raise ArgumentError("verify: the reference does not divide a model; leave tensor_parallel_size out")
         self._runner, self._num_blocks = runner, num_blocks
         forget_choices()
         self._passes = {"kernels": _Pass(runner, num_blocks, None), "reference": _Pass(runner, num_blocks, "all=ref")}

@@ -21,7 +21,7 @@ from tinygrad.dtype import DType
 from tinyvllm.backends.operands import KernelWeight
 from tinyvllm.backends.registry import backend_for, select
 from tinyvllm.bridge import mapped
-from tinyvllm.errors import ModelError
+from tinyvllm.errors import KernelError, ModelError
 from tinyvllm.models.config import WeightRecipe
 from tinyvllm.models.projections import LayerWeights, ModelWeights, Product
 from tinyvllm.ops.head import Table
@@ -40,14 +40,16 @@ from tinyvllm.quant.layouts import (
     row_bytes,
 )
 from tinyvllm.quant.mixes import Quantization
+from tinyvllm.quant.slices import ColumnShare, RowShare
 from tinyvllm.runner.load_notes import LoadNotes
 from tinyvllm.runner.packing import Rows, pack_panels, place_tiles
+from tinyvllm.runner.split import Split
 from tinyvllm.runner.weight_cache import WeightCache
 from tinyvllm.weights.checkpoint import Checkpoint
 from tinyvllm.weights.convert import DTYPE_FORMATS
 from tinyvllm.weights.dummy import dummy_rows, dummy_source, dummy_tensors
 from tinyvllm.weights.imatrix import ImportanceMatrix
-from tinyvllm.weights.load import check_range, column_order, load_rows, load_tensors, locate_rows
+from tinyvllm.weights.load import check_range, column_order, load_rows, load_tensors, locate_rows, rows_format
 from tinyvllm.weights.mapping import BuiltRecord, TensorRecord, allocate
 from tinyvllm.weights.memory import place_bytes
 
@@ -140,10 +142,20 @@ class _Group:
 class WeightLoader:
     """Loads a model's weights from `checkpoint`, or random ones where that is None. `kept` is the folder for packed weights on disk."""
 
-    def __init__(self, checkpoint: Checkpoint | None, plan: WeightPlan, progress: Progress | None = None, kept: Path | None = None):
-        self._checkpoint, self._plan, self._progress = checkpoint, plan, progress
+    def __init__(
+        self,
+        checkpoint: Checkpoint | None,
+        plan: WeightPlan,
+        progress: Progress | None = None,
+        kept: Path | None = None,
+        split: Split | None = None,
+    ):
+        """`split` is the part of the model that this process has as one of several ranks."""
+        self._checkpoint, self._plan, self._progress, self._split = checkpoint, plan, progress, split
+        self._recipes: dict[str, WeightRecipe] = {}
+        self._head = ""  # the name of the head's recipe
         keeps = plan.layout is Layout.PANELS  # rows stay those of the file, and a GPU packs tiles faster than a disk reads
-        self._kept = WeightCache(kept, checkpoint, plan.identity) if keeps and kept and checkpoint else None
+        self._kept = WeightCache(kept, checkpoint, _identity(plan, split)) if keeps and kept and checkpoint else None
         self.bytes = 0  # that the model holds
         self.streamed = 0  # of these, what a decode step reads: all but an embedding table of its own
         self.formats: set[str] = set()  # of the packed matrices of products
@@ -163,6 +175,7 @@ class WeightLoader:
         """Set `model.weights` and the `weights` of every layer, and place all other tensors under their names."""
         rest, self._wanted = {recipe.name: recipe for recipe in recipes}, self._plan.wanted(recipes)
         self._check_imatrix(recipes)
+        self._recipes, self._head = dict(rest), f"{'token_embd' if model.config.tied else 'output'}.weight"
         self._total = sum(prod(recipe.shape) for recipe in recipes) * self._plan.dtype.itemsize
         layers = [_groups(block, block.products(), f"blk.{i}.", rest) for i, block in enumerate(model.blk)]
         head = _groups(model, {"head": ("token_embd" if model.config.tied else "output",)}, "", rest)[0]
@@ -202,7 +215,13 @@ class WeightLoader:
 
     def _pack_all(self, groups: list[_Group], rest: dict[str, WeightRecipe]) -> dict[_Group, Weight]:
         """The packed weights of all groups that are packed; their recipes are taken out of `rest`."""
-        groups = [group for group in groups if self._packs(group.recipes)]
+        unpacked = [group for group in groups if not self._packs(group.recipes)]
+        if unpacked and self._split is not None:
+            raise KernelError(
+                f"tensor_parallel_size={self._split.group.world_size}: no kernel multiplies with {unpacked[0].recipes[0].name}, "
+                "and only kernels divide a product; leave TINYVLLM_KERNELS out, or use one process"
+            )
+        groups = [group for group in groups if group not in unpacked]
         if self._kept is not None and self._checkpoint is not None:
             sources = {source for group in groups for recipe in group.recipes for source in recipe.sources}
             self._kept.begin(sum(self._checkpoint.tensors[s].nbytes for s in sources if s in self._checkpoint.tensors))
@@ -229,6 +248,8 @@ class WeightLoader:
 
     def _table(self, model: Any, head: Weight | None, rest: dict[str, WeightRecipe]) -> Table | None:
         """The packed embedding table: the head's matrix if tied, else rows of its own. None if it stays a tensor."""
+        if self._split is not None and model.config.tied and isinstance(head, PackedWeight):
+            return self._rows(self._recipes["token_embd.weight"])  # whole: any rank embeds any token
         if isinstance(head, (PackedWeight, StoredWeight)) and model.config.tied:
             return head.parts[0] if isinstance(head, StoredWeight) else head
         recipe = rest.get("token_embd.weight")
@@ -286,6 +307,9 @@ class WeightLoader:
         for dtype, some in ((dtypes.float32, vectors), (self._plan.dtype, others)):
             tensors = self._plain_tensors(some, dtype)
             for recipe in some:
+                if self._split is not None and recipe.name.endswith(".bias"):
+                    own = self._row_range(recipe)
+                    tensors[recipe.name] = tensors[recipe.name][own.start : own.stop].contiguous().realize()
                 self._count(recipe, tensors[recipe.name].nbytes())
                 self._note(recipe, DTYPE_FORMATS[dtype])
             place(model, tensors)
@@ -361,10 +385,11 @@ class WeightLoader:
         while recipes:
             found = None if self._kept is None else self._kept.get(recipes[0].name)
             format, O, packed = self._pack(recipes) if found is None else found
-            weights.append(PackedWeight(place_bytes(packed, self._plan.placement.device), format, O, recipes[0].shape[1]))
+            I, share = self._columns(recipes[0], format), self._share(recipes[0], format)
+            weights.append(PackedWeight(place_bytes(packed, self._plan.placement.device), format, O, I, share))
             while O > 0:
                 recipe, *recipes = recipes
-                O -= recipe.shape[0]
+                O -= self._num_rows(recipe)
                 self._count(recipe, recipe.shape[0] * row_bytes(format, recipe.shape[1]))
                 self._note(recipe, format)
         return weights[0] if len(weights) == 1 else MixedWeight(tuple(weights))
@@ -374,7 +399,7 @@ class WeightLoader:
         rows = [self._load_rows(recipe) for recipe in recipes]
         format = rows[0].format
         parts = list(itertools.takewhile(lambda part: part.format == format, rows))
-        O, I = sum(len(part.data) for part in parts), recipes[0].shape[1]
+        O, I = sum(len(part.data) for part in parts), self._columns(recipes[0], format)
         size = panel_bytes(format, O, I)
         packed = allocate(size) if self._kept is None else self._kept.scratch(size)
         pack_panels(format, I, parts, packed)
@@ -382,20 +407,71 @@ class WeightLoader:
 
     def _rows(self, recipe: WeightRecipe) -> RowWeight:
         """An embedding table as the file stores it, mapped."""
-        rows = self._load_rows(recipe)
+        rows = self._load_rows(recipe, whole=True)
         self._count(recipe, rows.data.nbytes, streamed=False)
         self._note(recipe, rows.format)
         placed = mapped if self._plan.layout is Layout.ROWS else place_bytes  # a Mac's GPU reads the file's own pages
         return RowWeight(placed(rows.data.reshape(-1), self._plan.placement.device), rows.format, *recipe.shape)
 
-    def _load_rows(self, recipe: WeightRecipe) -> Rows:
-        """The rows as stored where kernels read that format, else as the plan wants all matrices to be."""
+    def _load_rows(self, recipe: WeightRecipe, whole: bool = False) -> Rows:
+        """The rows as stored where kernels read that format, else as the plan wants all matrices to be.
+
+        Of a rank its part, unless `whole`.
+        """
         if self._checkpoint is None:
             format = self._wanted.get(recipe.name, self._plan.floats)
-            return Rows(format, dummy_rows(recipe, format))
+            rows = Rows(format, dummy_rows(recipe, format))
+            return rows if whole else self._part(recipe, rows)
         packed, ordered = packed_in(self._plan.layout), recipe.name in self._ordered
         rows = Rows(*load_rows(self._checkpoint, recipe, self._plan.dtype, packed, ordered))
-        return self._converted(recipe, rows)
+        return self._converted(recipe, rows if whole else self._part(recipe, rows))
+
+    # --- the part of a rank
+
+    def _part(self, recipe: WeightRecipe, rows: Rows) -> Rows:
+        """This rank's rows and columns of a matrix, of which the file's other bytes are not read."""
+        if self._split is None:
+            return rows
+        if self._orders:
+            raise ModelError("tensor_parallel_size: columns in an order of their own are not divided yet; leave it out")
+        format = self._format_of(recipe, rows.format)
+        data, share = rows.data[self._row_range(recipe)], self._share(recipe, format)
+        if isinstance(share, ColumnShare):
+            data = data[:, self._split.column_bytes(share, format, rows.format)]
+        return Rows(rows.format, np.ascontiguousarray(data))
+
+    def _row_range(self, recipe: WeightRecipe) -> slice:
+        O = recipe.shape[0]
+        if self._split is None:
+            return slice(0, O)
+        if recipe.name == self._head:
+            return self._split.head_rows(O)
+        down = self._recipes.get(f"{recipe.name.rpartition('.ffn_')[0]}.ffn_down.weight") if ".ffn_" in recipe.name else None
+        return self._split.rows(recipe.name, "" if down is None else self._format_in_memory(down)) or slice(0, O)
+
+    def _format_in_memory(self, recipe: WeightRecipe) -> str:
+        """The format that a matrix will have, before it is loaded."""
+        if self._checkpoint is None:
+            return self._wanted.get(recipe.name, self._plan.floats)
+        return self._format_of(recipe, rows_format(self._checkpoint, recipe, self._plan.dtype, packed_in(self._plan.layout)))
+
+    def _num_rows(self, recipe: WeightRecipe) -> int:
+        return len(range(*self._row_range(recipe).indices(recipe.shape[0])))
+
+    def _share(self, recipe: WeightRecipe, format: str) -> ColumnShare | RowShare | None:
+        if self._split is None:
+            return None
+        if recipe.name == self._head:
+            return self._split.head_share(recipe.shape[0])
+        return self._split.column_share(recipe.name, format, recipe.shape[1])
+
+    def _columns(self, recipe: WeightRecipe, format: str) -> int:
+        """The columns of the matrix in memory."""
+        share = self._share(recipe, format)
+        if self._split is None or not isinstance(share, ColumnShare):
+            return recipe.shape[1]
+        part = self._split.column_bytes(share, format, format)
+        return int((part.stop - part.start) // FORMATS[format].nbytes * FORMATS[format].elements)
 
     def _converted(self, recipe: WeightRecipe, rows: Rows) -> Rows:
         """The rows in the format that the plan wants. ModelError for numbers that cannot be quantized."""
@@ -419,6 +495,11 @@ class WeightLoader:
     def _format_of(self, recipe: WeightRecipe, stored: str) -> str:
         """The format of a matrix that the file has in `stored`, or that was unpacked to it."""
         return self._wanted.get(recipe.name) or (self._plan.floats if stored in FLOATS else stored)
+
+
+def _identity(plan: WeightPlan, split: Split | None) -> str:
+    """What the packed matrices of this process depend on."""
+    return plan.identity if split is None else f"{plan.identity} rank {split.group.rank} of {split.group.world_size}"
 
 
 def widest_tolerance(formats: set[str], layout: Layout) -> tuple[str, float]:

@@ -28,9 +28,10 @@ from tinyvllm.bridge import (
     use_graph,
 )
 from tinyvllm.integers import ceil_div, round_up
-from tinyvllm.placement import Placement
+from tinyvllm.placement import Placement, RankGroup
 from tinyvllm.quant.formats import FORMATS, Activations, Layout, activations_of
 from tinyvllm.quant.layouts import BLOCK, PackedWeight, RowSource, panel_bytes, row_bytes
+from tinyvllm.quant.slices import ColumnShare, RowShare
 
 # What a processor must have for each variant, by Linux's names of its features.
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -159,17 +160,38 @@ class CpuBackend:
         output_norm: NormWeights | None = None, output_scale: float = 1.0,
     ) -> Tensor:  # fmt: skip
         weight = packed(weight)
-        T, O, I = int(x.shape[0]), weight.O, weight.I
+        share = weight.share if isinstance(weight.share, ColumnShare) else None
+        T, O, I = int(x.shape[0]), weight.O, weight.I if share is None else share.columns
+        slices: dict[str, Constant] = {} if share is None else _slices(share)
         norm = None if output_norm is None else output_norm.weight
         ins = [x, weight.tensor, *present(bias, norm, residual), rows]
         after: dict[str, Constant] = {} if output_norm is None else {"OUT_NORM": 1, "EPS": constant(output_norm.eps)}
         kernel = Kernel.cpu(
-            "matmul", variant, 2, len(ins), 2 * T * O * I, panel_bytes(weight.format, O, I) + 4 * T * (O + I),
+            "matmul", variant, 2, len(ins), 2 * T * O * I, panel_bytes(weight.format, O, weight.I) + 4 * T * (O + I),
             O=O, I=I, WEIGHT=weight.format, BIAS=int(bias is not None), RESIDUAL=int(residual is not None), ACTIVATION=int(gelu),
-            **after, **policies.output_scale(output_scale),
+            **after, **policies.output_scale(output_scale), **slices,
         )  # fmt: skip
         outs = [empty(x, T, O), scratch(x, prepared_bytes(weight.format, T, I))]
         return launch(kernel, outs, ins)[0]
+
+    def all_reduce(
+        self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        T, O = (int(d) for d in part.shape)
+        ins = [part, *present(bias, residual), rows]
+        kernel = Kernel.cpu(
+            "all_reduce", variant, 2, len(ins), bytes=4 * T * O * (group.world_size + 3),
+            O=O, WORLD=group.world_size, RANK=group.rank, PLACE=group.place, BIAS=int(bias is not None), RESIDUAL=int(residual is not None),
+        )  # fmt: skip
+        return launch(kernel, [empty(part, T, O), group.memory], ins)[0]
+
+    def gather_logits(self, variant: str, part: Tensor, share: RowShare, count: Tensor) -> Tensor:
+        (N, columns), group = (int(d) for d in part.shape), share.group
+        kernel = Kernel.cpu(
+            "gather_logits", variant, 2, 2, bytes=8 * N * share.all_rows, V=share.all_rows, COLUMNS=columns, FIRST=share.first,
+            WORLD=group.world_size, RANK=group.rank, PLACE=group.place, LOGITS=group.logits,
+        )  # fmt: skip
+        return launch(kernel, [empty(part, N, share.all_rows), group.memory], [part, count])[0]
 
     def gate_up_silu(
         self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, rows: Tensor, bias: Tensor | None, gelu: bool = False
@@ -228,6 +250,11 @@ class CpuBackend:
 
     def pack_tiles(self, variant: str, placement: Placement, rows: RowSource, format: str, I: int) -> Tensor:
         raise NotImplementedError("kernels: the CPU reads panels, not tiles")
+
+
+def _slices(share: ColumnShare) -> dict[str, Constant]:
+    """What kernels/cpu/include/slices.h wants to know of a rank's part of a product."""
+    return {"SLICES": share.count, "FIRST_SLICE": share.first, "ALL_I": share.all_columns, "BEFORE": share.before}
 
 
 def _lacking(needs: tuple[str, ...], has: frozenset[str]) -> str | None:

@@ -119,8 +119,18 @@ def thread_pool() -> ThreadPool:
 
 
 def num_threads_wanted() -> int:
-    """TINYVLLM_THREADS, or the physical cores that this process may run on."""
-    return environment(os.environ).get("TINYVLLM_THREADS") or physical_cores()
+    """TINYVLLM_THREADS, or the physical cores that this process may run on, divided among the ranks of an engine."""
+    return environment(os.environ).get("TINYVLLM_THREADS") or max(1, physical_cores() // _ranks[-1])
+
+
+_ranks = [1]
+
+
+def share_cores(ranks: int) -> None:
+    """From now on each of `ranks` processes has its part of the cores. Nothing may run."""
+    if ranks != _ranks[-1]:
+        _ranks.append(ranks)
+        thread_pool.cache_clear()
 
 
 def physical_cores() -> int:

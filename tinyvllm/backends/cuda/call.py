@@ -36,9 +36,10 @@ from tinyvllm.bridge import (
     use_graph,
 )
 from tinyvllm.integers import round_up
-from tinyvllm.placement import Placement
+from tinyvllm.placement import Placement, RankGroup
 from tinyvllm.quant.formats import FORMATS, Layout
 from tinyvllm.quant.layouts import MixedWeight, PackedWeight, RowSource
+from tinyvllm.quant.slices import RowShare
 
 # The oldest GPU that a variant runs on. Each kernel is compiled for the GPU of this machine.
 OLDEST = {plan.BASE: 80}
@@ -168,6 +169,14 @@ class CudaBackend:
             if fits(kernel, gpu):
                 return launch(kernel, [empty(x, T, O)], [x, weight.tensor, *present(bias, residual), rows])[0]
         return _multiplied(variant, _prepared(variant, x, weight, rows), weight, rows, product, bias, residual)
+
+    def all_reduce(
+        self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        raise NotImplementedError("kernels: tensor parallelism is of the CPU")
+
+    def gather_logits(self, variant: str, part: Tensor, share: RowShare, count: Tensor) -> Tensor:
+        raise NotImplementedError("kernels: tensor parallelism is of the CPU")
 
     def gate_up_silu(
         self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, rows: Tensor, bias: Tensor | None, gelu: bool = False

@@ -47,9 +47,10 @@ from tinyvllm.bridge import (
 )
 from tinyvllm.errors import ReplacedKernelError
 from tinyvllm.integers import round_up
-from tinyvllm.placement import Placement
+from tinyvllm.placement import Placement, RankGroup
 from tinyvllm.quant.formats import Layout
 from tinyvllm.quant.layouts import RowSource, StoredWeight
+from tinyvllm.quant.slices import RowShare
 
 log = logging.getLogger("tinyvllm")
 
@@ -261,6 +262,14 @@ class MetalBackend:
         return launch(kernel, [empty(x, T, O)], [x, *_matrices(weight), *present(bias, residual), rows])[0]
 
     @_of_op("norm_gate_up_silu")
+    def all_reduce(
+        self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        raise NotImplementedError("kernels: tensor parallelism is of the CPU")
+
+    def gather_logits(self, variant: str, part: Tensor, share: RowShare, count: Tensor) -> Tensor:
+        raise NotImplementedError("kernels: tensor parallelism is of the CPU")
+
     def gate_up_silu(
         self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, rows: Tensor, bias: Tensor | None, gelu: bool = False
     ) -> Tensor:

@@ -1,0 +1,137 @@
+"""Tensor parallelism on the CPU: the tokens and log-probabilities of one process, and what happens when a rank ends or hangs."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.test_kernels import kernels
+from tinyvllm import LLM, SamplingParams
+from tinyvllm.config import DEFAULT_MODEL
+from tinyvllm.distributed import ranks
+from tinyvllm.errors import KernelError, ModelError, RankError
+
+PROMPTS = ["Once upon a time", "One day", "There was once a", "The"]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=20, logprobs=3),
+    SamplingParams(temperature=0.9, seed=3, max_tokens=20, logprobs=3),
+    SamplingParams(temperature=0.7, seed=4, top_k=20, repetition_penalty=1.1, max_tokens=20),
+    SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
+]
+
+
+def open_ranks(size: int, **options: Any) -> LLM:
+    return LLM(DEFAULT_MODEL, device="CPU", max_model_len=128, max_num_seqs=4, num_blocks=64, tensor_parallel_size=size, **options)
+
+
+@functools.cache
+def answers(size: int, quantization: str | None) -> tuple[list[Any], np.ndarray]:
+    """Tokens and log-probabilities with all their bits, and the logits of a prompt of 70 tokens in chunks."""
+    with open_ranks(size, quantization=quantization, max_num_batched_tokens=48) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS)
+        logits = llm.prompt_logits(np.random.default_rng(1).integers(3, 3000, 70).tolist())
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs], logits
+
+
+@pytest.mark.parametrize(
+    ("size", "quantization"),
+    [
+        (2, "q8_0"),
+        (4, "q4_k"),
+        (4, None),
+        *(pytest.param(size, quantization, marks=pytest.mark.long) for size, quantization in ((2, None), (4, "q8_0"), (2, "q4_k"))),
+    ],
+)
+def test_ranks_have_the_bits_of_one_process(size: int, quantization: str | None) -> None:
+    """Of 4 ranks, two share a key/value head; a Q4_K matrix of 256 columns is one block, which its slices cut."""
+    (expected, logits), (got, got_logits) = answers(1, quantization), answers(size, quantization)
+    assert got == expected
+    np.testing.assert_array_equal(got_logits, logits)
+
+
+def start(llm: LLM) -> list[int]:
+    """A request that runs on and on, in its first steps; the processes of the other ranks."""
+    llm.engine.add("long", [1, 5, 9], SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True))
+    for _ in range(3):
+        llm.engine.step()
+    assert llm.engine.runner.ranks is not None
+    return llm.engine.runner.ranks.pids
+
+
+def run_on(llm: LLM) -> None:
+    for _ in range(120):
+        llm.engine.step()
+
+
+def test_a_rank_that_is_killed_or_hangs_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a step that waits for ever: the other ranks are ended, and each later step says why."""
+    for sent, reason in ((signal.SIGKILL, r"rank 1 \(process \d+\) ended with code -9"), (signal.SIGSTOP, "hangs")):
+        with open_ranks(2) as llm:
+            (pid,) = start(llm)
+            monkeypatch.setattr(ranks, "STEP_SECONDS", 1.0)
+            os.kill(pid, sent)
+            with pytest.raises(RankError, match=reason):
+                run_on(llm)
+            with pytest.raises(RankError, match=reason):
+                llm.engine.step()
+        assert not alive(pid)
+        monkeypatch.undo()
+
+
+def test_a_step_that_fails_in_rank_0_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks wait in that step: its sums must not meet those of the next one."""
+    with open_ranks(2) as llm:
+        start(llm)
+
+        def fail(*_: object, **__: object) -> None:
+            raise RuntimeError("planted")
+
+        monkeypatch.setattr("tinyvllm.runner.runner.Captured.__call__", fail)
+        llm.engine.step()  # the engine recovers from it, as it does with one process
+        monkeypatch.undo()
+        with pytest.raises(RankError, match="a step failed in rank 0"):
+            run_on(llm)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_ranks_end_with_rank_0() -> None:
+    code = (
+        "from tests.engine.test_tensor_parallel import open_ranks, start, sys\n"
+        "llm = open_ranks(2)\n"
+        "print(*start(llm), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    assert process.stdin is not None and process.stdout is not None
+    pids = [int(text) for text in process.stdout.readline().split()]
+    assert len(pids) == 1 and alive(pids[0])
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 60
+    while alive(pids[0]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_cannot_be_divided_is_refused_by_name() -> None:
+    with pytest.raises(ModelError, match="tensor_parallel_size=8: 4 query heads and 2 key/value heads cannot be divided"):
+        open_ranks(8)
+    with pytest.raises(KernelError, match="TINYVLLM_KERNELS"), kernels("ref"):
+        open_ranks(2)

@@ -1,0 +1,133 @@
+"""The other ranks of an engine, as rank 0 sees them: processes that it starts, what it sends, and how it notices that one ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from tinyvllm.distributed.memory import SharedMemory
+from tinyvllm.errors import RankError
+
+STEP_SECONDS = 60.0  # after which a step counts as hanging; its first run compiles
+START_SECONDS = 600.0  # to load the weights
+_POLL = 0.5
+
+
+class Ranks:
+    """Ranks 1 to world_size - 1. A message is a line of JSON; a rank answers the first, when it is ready, and none after it."""
+
+    def __init__(self, memory: SharedMemory, start: dict[str, Any], threads: int):
+        self._memory, self._closing, self._since = memory, False, 0.0
+        self.failure: str | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._sockets: list[socket.socket] = []
+        for rank in range(1, memory.layout.world_size):
+            self._start(rank, start, threads)
+        self._watcher = threading.Thread(target=self._watch, name="tinyvllm-ranks", daemon=True)
+        self._wait_until_ready()
+        memory.close_file()
+        self._watcher.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of ranks 1 and up."""
+        return [process.pid for process in self._processes]
+
+    def _start(self, rank: int, start: dict[str, Any], threads: int) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "tinyvllm.runner.rank", str(theirs.fileno()), str(self._memory.fd)]
+        environment = os.environ | {"TINYVLLM_THREADS": str(threads)}
+        process = subprocess.Popen(
+            command, pass_fds=(theirs.fileno(), self._memory.fd), env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        theirs.close()
+        self._processes.append(process)
+        self._sockets.append(ours)
+        ours.sendall(json.dumps(start | {"rank": rank}).encode() + b"\n")
+
+    def _wait_until_ready(self) -> None:
+        end = time.monotonic() + START_SECONDS
+        for rank, link in enumerate(self._sockets, start=1):
+            link.settimeout(max(0.1, end - time.monotonic()))
+            try:
+                answer = link.recv(1)
+            except TimeoutError:
+                answer = b""
+            if answer != b"+":
+                self.close()
+                raise RankError(f"engine: rank {rank} of {len(self._sockets) + 1} did not start; its message is above")
+            link.settimeout(None)
+
+    def send(self, **message: Any) -> None:
+        """To all ranks. RankError if one has ended."""
+        self.check()
+        line = json.dumps(message).encode() + b"\n"
+        for rank, link in enumerate(self._sockets, start=1):
+            try:
+                link.sendall(line)
+            except OSError as error:
+                self._fail(self._ended(rank))
+                raise RankError(self._text()) from error
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise RankError(self._text())
+
+    def step_started(self) -> None:
+        self._since = time.monotonic()
+
+    def step_ended(self) -> None:
+        """RankError if the step was given up: its results are undefined."""
+        self._since = 0.0
+        self.check()
+
+    def abandon(self) -> None:
+        """A step that was announced does not run in rank 0."""
+        self._fail("a step failed in rank 0")
+
+    def _text(self) -> str:
+        return f"engine: {self.failure}, so no step can run; the engine has ended: start it again"
+
+    def _fail(self, reason: str) -> None:
+        if self.failure is None and not self._closing:
+            self.failure = reason
+        self._memory.give_up()
+        for process in self._processes:
+            process.kill()
+
+    def _ended(self, rank: int) -> str:
+        """What to say of a rank that has closed its socket, which it does just before it has ended."""
+        process = self._processes[rank - 1]
+        try:
+            return f"rank {rank} (process {process.pid}) ended with code {process.wait(1)}"
+        except subprocess.TimeoutExpired:
+            return f"rank {rank} (process {process.pid}) ended its work"
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank, link in enumerate(self._sockets, start=1):
+                selector.register(link, selectors.EVENT_READ, rank)
+            while not self._closing and self.failure is None:
+                for key, _ in selector.select(_POLL):
+                    if not self._closing:
+                        self._fail(self._ended(key.data))
+                since = self._since
+                if since and time.monotonic() - since > STEP_SECONDS:
+                    self._fail(f"a rank hangs: a step took more than {STEP_SECONDS:.0f} s")
+
+    def close(self) -> None:
+        """End the ranks. Again: nothing."""
+        self._closing = True
+        self._memory.give_up()
+        for process in self._processes:
+            process.kill()
+        for process, link in zip(self._processes, self._sockets, strict=True):
+            process.wait()
+            link.close()

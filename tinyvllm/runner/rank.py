@@ -1,0 +1,65 @@
+"""The process of a rank above 0: loads its part of the model, then runs the steps that rank 0 announces.
+
+python -m tinyvllm.runner.rank SOCKET MEMORY    two open file descriptors, inherited from rank 0
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+from typing import IO, Any
+
+import numpy as np
+
+from tinyvllm.config import EngineConfig, cache_folder
+from tinyvllm.distributed.memory import Layout, SharedMemory
+from tinyvllm.runner.device import start_device
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(socket_fd: int, memory_fd: int) -> None:
+    end_with_parent()
+    link = socket.socket(fileno=socket_fd)
+    messages = link.makefile("rb")
+    start = json.loads(messages.readline())
+    memory = SharedMemory(Layout(**start["layout"]), memory_fd)
+    memory.close_file()
+    config = EngineConfig(**start["config"])
+    start_device(config.device, cache_folder())
+    from tinyvllm.runner.opened import open_model
+    from tinyvllm.runner.runner import Runner
+    from tinyvllm.runner.split import rank_group
+
+    group = rank_group(memory, start["rank"])
+    runner = Runner(config, config.device, opened=open_model(config, config.device, group))
+    link.sendall(b"+")
+    run(runner, memory, messages)
+
+
+def run(runner: Any, memory: SharedMemory, messages: IO[bytes]) -> None:
+    """Run what rank 0 announces until its end of the socket is closed."""
+    for line in messages:
+        message = json.loads(line)
+        if message["do"] == "copy":
+            runner.pool.copy([tuple(pair) for pair in message["pairs"]])
+        else:
+            count = message["count"]
+            runner.run_announced(message["shape"], message["all_rows"], np.array(memory.inputs[:count]), message["values"])
+
+
+def end_with_parent() -> None:
+    """End when rank 0 ends, however it does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,109 @@
+"""Which part of each tensor a rank has: heads, slices of the MLP, rows of the head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tinyvllm.config import EngineConfig
+from tinyvllm.distributed.memory import Layout, SharedMemory
+from tinyvllm.errors import ModelError
+from tinyvllm.models.config import ModelConfig
+from tinyvllm.placement import RankGroup
+from tinyvllm.quant.formats import FORMATS
+from tinyvllm.quant.slices import ALL_SLICES, BLOCK, ColumnShare, RowShare, slice_columns
+from tinyvllm.runner.prepare import power_bucket
+from tinyvllm.weights.memory import place_bytes
+
+PANEL = 16
+
+
+def rank_group(memory: SharedMemory, rank: int) -> RankGroup:
+    layout = memory.layout
+    return RankGroup(rank, layout.world_size, place_bytes(memory.bytes, "CPU"), layout.place, layout.logits)
+
+
+def shared_layout(config: EngineConfig, model: ModelConfig) -> Layout:
+    """Room for the largest step; pages take memory once they are written."""
+    rows = 2 * power_bucket(max(config.max_num_batched_tokens, config.max_num_seqs), 16)
+    width = -(-(config.max_model_len or model.max_context) // config.block_size)
+    return Layout(config.tensor_parallel_size, rows * model.dim, rows * model.vocab_size, rows * (width + 8) + 1024)
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """The part of one rank of a model of this configuration, which is that of the whole model."""
+
+    config: ModelConfig
+    group: RankGroup
+
+    def __post_init__(self) -> None:
+        c, world = self.config, self.group.world_size
+        whole = c.family != "gpt2" and not c.num_experts and not c.whole_qk_norm and not c.post_norms and c.residual_scale == 1.0
+        if not whole:
+            raise ModelError(f"tensor_parallel_size={world}: models of the family {c.family} are not divided yet; leave it out")
+        if c.n_heads % world or (c.n_kv_heads % world and world % c.n_kv_heads):
+            raise ModelError(
+                f"tensor_parallel_size={world}: {c.n_heads} query heads and {c.n_kv_heads} key/value heads cannot be divided; use fewer"
+            )
+
+    @property
+    def local(self) -> ModelConfig:
+        """The configuration of the rank's heads."""
+        world = self.group.world_size
+        return replace(self.config, n_heads=self.config.n_heads // world, n_kv_heads=max(1, self.config.n_kv_heads // world))
+
+    @property
+    def _slices(self) -> tuple[int, int]:
+        count = ALL_SLICES // self.group.world_size
+        return self.group.rank * count, count
+
+    def rows(self, name: str, down_format: str) -> slice | None:
+        """The rows of a matrix, or numbers of a bias, of this name; None for all."""
+        c, rank, world = self.config, self.group.rank, self.group.world_size
+        part = name.split(".")[-2]
+        if part == "attn_q":
+            heads = c.n_heads // world
+            return slice(rank * heads * c.head_dim, (rank + 1) * heads * c.head_dim)
+        if part in ("attn_k", "attn_v"):
+            heads = max(1, c.n_kv_heads // world)
+            first = rank * c.n_kv_heads // world
+            return slice(first * c.head_dim, (first + heads) * c.head_dim)
+        if part in ("ffn_gate", "ffn_up"):
+            return slice_columns(down_format, c.hidden_dim, *self._slices)
+        return None
+
+    def head_rows(self, rows: int) -> slice:
+        """The rows of the head: whole panels."""
+        panels, rank, world = -(-rows // PANEL), self.group.rank, self.group.world_size
+        return slice(rank * panels // world * PANEL, min(rows, (rank + 1) * panels // world * PANEL))
+
+    def head_share(self, rows: int) -> RowShare:
+        return RowShare(self.group, rows, self.head_rows(rows).start)
+
+    def column_share(self, name: str, format: str, I: int) -> ColumnShare | None:
+        """What columns of the matrix are the rank's; None for a matrix that is not divided so. ModelError where slices cut a head."""
+        part = name.split(".")[-2]
+        if part not in ("attn_output", "ffn_down"):
+            return None
+        first, count = self._slices
+        columns = slice_columns(format, I, first, count)
+        heads, world = I // self.group.world_size, self.group.world_size
+        if part == "attn_output" and (columns.start, columns.stop) != (self.group.rank * heads, (self.group.rank + 1) * heads):
+            raise ModelError(f"tensor_parallel_size={world}: the slices of {name} in {format} cut a head; use fewer, or another format")
+        if columns.start == columns.stop:
+            raise ModelError(f"tensor_parallel_size={world}: {name} in {format} has too few columns to be divided; use fewer")
+        block = max(BLOCK, FORMATS[format].elements)
+        return ColumnShare(self.group, I, first, count, columns.start % block, columns.stop - columns.start)
+
+    def column_bytes(self, share: ColumnShare, format: str, stored: str) -> slice:
+        """The bytes of a row in `stored` that hold the whole blocks of `format` in which the share's columns are."""
+        block, start = max(BLOCK, FORMATS[format].elements), slice_columns(format, share.all_columns, share.first, share.count).start
+        begin, end = start // block * block, -(-(start + share.columns) // block) * block
+        known = FORMATS[stored]
+        return slice(begin // known.elements * known.nbytes, end // known.elements * known.nbytes)
+
+
+def taken(rows: np.ndarray, part: slice | None) -> np.ndarray:
+    return rows if part is None else rows[part]
