@@ -117,7 +117,7 @@ def test_a_damaged_file_is_not_believed(folder, caplog, damage):
 def test_engines_keep_it(folder):
     """What an engine has measured is there for the next one; without speculation nothing is read or written."""
     options: dict[str, Any] = {"device": "CPU", "max_model_len": 64, "max_num_seqs": 2}
-    wanted = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    wanted = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
     with LLM(**options, speculative_config="off") as llm:
         llm.generate([{"prompt_token_ids": [0, 11, 12]}], [wanted])
     assert not (folder / "costs").exists()

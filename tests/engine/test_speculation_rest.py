@@ -13,6 +13,7 @@ from tests.engine.drafting import Fixed
 from tests.engine.test_rounds import all_free, results
 from tests.speculate.texts import sequence
 from tinyvllm import LLM, SamplingParams
+from tinyvllm.engine.draft_loop import TIMED
 from tinyvllm.engine.speculation import Speculation
 from tinyvllm.request import RequestOptions
 from tinyvllm.scheduler import Schedule, Scheduled
@@ -82,6 +83,7 @@ def test_where_nothing_recurs_nothing_is_called(engines: dict[str, LLM], name: s
         for owner, method, original in saved:
             setattr(owner, method, original)
     assert expected[0] == expected[1] and runs["with"] == runs["without"]
+    assert calls.pop("observe_step") <= 80 // TIMED + 1
     assert calls.keys() == {"recurs"} and 2 * (80 // PAUSE - 4) <= calls["recurs"] <= 2 * (80 // PAUSE + 3), calls
     assert all_free(llm)
 

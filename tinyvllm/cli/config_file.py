@@ -47,7 +47,7 @@ def _root(path: str) -> Node | None:
     try:
         return parse_yaml(_bytes(file, path))
     except ImportError as error:
-        raise ArgumentError(f"--config {path}: YAML needs PyYAML, which is not installed: pip install pyyaml") from error
+        raise ArgumentError(f"--config {path}: YAML needs PyYAML, which is not installed: pip install 'tinyvllm[yaml]'") from error
     except YamlError as error:
         at = f":{error.line}" if error.line else ""
         raise ArgumentError(f"--config {path}{at}: this is not YAML that can be read: {error.problem}") from error

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 MAX_FAILED_CHECKS = 3  # steps with drafts that raised, memory that ran out not counted; then there are no more drafts
+TIMED = 8  # steps that rest, of which one's time is taken
 
 
 class SpeculativeLoop:
@@ -38,7 +39,7 @@ class SpeculativeLoop:
         self.stages, self.single, self.speculation, self.policy = stages, single, speculation, policy
         self._must_read = False  # the tokens of the step in flight may have drafts after them
         self._withheld: set[int] = set()  # ids of sequences that had drafts in a step that raised
-        self._num_failed = 0
+        self._num_failed = self._num_resting = 0
         self._launched: float | None = None  # when the step in flight was launched, if that was right after one without drafts
 
     @property
@@ -58,7 +59,9 @@ class SpeculativeLoop:
             self._must_read, self._launched = False, None
             self.single.read()
             return False
-        if (schedule := self.stages.scheduled) is not None and self.speculation.rests(schedule):
+        schedule = self.stages.scheduled
+        rests = schedule is not None and self.speculation.rests(schedule)
+        if rests and not self._is_timed(2):  # two: the time of one ends where the next is launched
             self._launched = None
             return self.single.follow()
         captures, start = self.stages.runner.capture_work().count, self._launched
@@ -67,13 +70,23 @@ class SpeculativeLoop:
         if launched and (schedule := self.stages.scheduled) is not None:
             if start is not None:
                 self._time(len(schedule.entries), start, captures)
-            self._must_read = self.speculation.would_guess([entry.sequence for entry in schedule.entries])
+            self._must_read = not rests and self.speculation.would_guess([entry.sequence for entry in schedule.entries])
         return launched
+
+    def _is_timed(self, steps: int) -> bool:
+        """Whether a step without a look for drafts is timed: `steps` in a row of TIMED. Drafts are weighed against what steps without them
+        cost, also where the text has had none yet.
+        """
+        self._num_resting += 1
+        return self._num_resting % TIMED < steps
 
     def run(self, schedule: Schedule) -> None:
         self._must_read, self._launched = False, None
         if self.speculation.rests(schedule):
-            self.single.run(schedule)
+            if self._is_timed(1):
+                self._run_plain(schedule)
+            else:
+                self.single.run(schedule)
             return
         drafts = self._drafts(schedule)
         drafted = add_drafts(self.stages.scheduler, schedule, drafts) if drafts else schedule

@@ -125,6 +125,8 @@ def _from_yaml(path: str, data: bytes, where: str) -> Any:
     try:
         node = parse_yaml(data)
         return None if node is None else node.value()
+    except ImportError as error:
+        raise ArgumentError(f"{where}: {path}: YAML needs PyYAML: pip install 'tinyvllm[yaml]'; JSON needs nothing") from error
     except YamlError as error:
         raise FormatError(f"{where}: {path} is not YAML: {error}") from error
 

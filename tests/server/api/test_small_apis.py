@@ -144,7 +144,7 @@ def test_the_properties_of_the_model(server: Running) -> None:
 def test_a_server_without_a_tokenizer_takes_and_gives_token_ids() -> None:
     """vLLM's --skip-tokenizer-init."""
     parsed = parse(["serve", "--skip-tokenizer-init"])[1]
-    assert engine_options(parsed) == {"skip_tokenizer_init": True}
+    assert engine_options(parsed) == {"skip_tokenizer_init": True, "warm_up": True}
     ids = {"prompt": [7, 8, 9], "max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     with running(ServerConfig(port=0, access_log=False), {"ids": {**ENGINE, **engine_options(parsed)}}) as server:
         (choice,) = server.post("/v1/completions", {**ids, "logprobs": 2}).json()["choices"]
