@@ -122,9 +122,11 @@ class _Timer:
 def roofs(llm: LLM, tests: list[Workload]) -> dict[Workload, float | None]:
     """Tokens a second that the machine's roof allows. Decoding reads its bytes as fast as the device reads memory: the weights once a step,
     and each sequence's context. A prompt is multiplied as fast as 256 rows of each format of the weights were; None where the reference
-    multiplies a format, or no compiler is there.
+    multiplies a format, no compiler is there, or several ranks share the machine.
     """
     config = llm.engine.config
+    if config.tensor_parallel_size > 1:
+        return dict.fromkeys(tests)
     opened = open_model(config, config.device)
     matrices = streamed_matrices(opened.outline().held)
     try:
