@@ -42,8 +42,8 @@ def cluster() -> Iterator[str]:
     import ray
     from ray import serve
 
-    port = free_port()
     ray.init(include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+    port = free_port()  # after Ray has taken its own
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         yield f"http://127.0.0.1:{port}"

@@ -43,9 +43,9 @@ def url() -> Iterator[str]:
 
     from tinyvllm.integrations.ray import app
 
-    port = free_port()
     environment = {"TINYVLLM_THREADS": "1", "TINYVLLM_SELFTEST": "off", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False, runtime_env={"env_vars": environment})
+    port = free_port()  # after Ray has taken its own
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         engine = {"max_model_len": 1024, "max_num_seqs": 16, "num_blocks": 400, "warm_up": False}
