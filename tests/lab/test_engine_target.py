@@ -187,3 +187,13 @@ def test_alternating_with_heads_captures_nothing_again(tiny_model: Path, target:
             target.run(cell, jobs, limits, trial)
         counts.append(runner.capture_work().count)
     assert counts[1] == counts[2]
+
+
+def test_a_cell_drafts_from_the_answers_of_the_turn_before(target: EngineTarget) -> None:
+    """Learned between two turns, as while a server is idle: each turn has speculation of its own."""
+    sweep = sweep_of(Path("unused"), drafters=["suffix"], k=["auto"], policies=["exact"], temperatures=[0])
+    (cell,) = [cell for cell in sweep.cells() if not cell.is_baseline]
+    jobs = [Job(LabPrompt(token_ids=tuple(range(first, first + 12))), 0) for first in (3, 40)]
+    turns = [target.run(cell, jobs, Limits(16, True), "one user") for _ in range(4)]
+    assert turns[0][0][0].tokens == turns[-1][0][0].tokens
+    assert sum(turns[-1][1].accepted) > sum(turns[0][1].accepted)

@@ -102,6 +102,7 @@ class EngineTarget:
                 ended |= {output.request_id: output for output in engine.step() if output.finished}
         finally:
             _abort_rest(engine, [name for name in names if name not in ended])
+            _learn(engine)
         return [_answer(ended[name], start) for name in names]
 
     def costs(self, rows: Sequence[int]) -> StepCosts:
@@ -141,6 +142,12 @@ class EngineTarget:
             self._engine.close()
             self._engine = None
             gc.collect()
+
+
+def _learn(engine: Engine) -> None:
+    """As while a server is idle: the drafter learns and forgets what has ended. The next cell's speculation would not know of it."""
+    while engine.speculation is not None and engine.speculation.on_idle():
+        pass
 
 
 def _abort_rest(engine: Engine, names: Sequence[str]) -> None:
