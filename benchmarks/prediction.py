@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 from statistics import median
 
 from benchmarks.harness import record, table
@@ -47,7 +48,7 @@ def main() -> None:
     print(table(["", "predicted", "measured", "error", "within the goal"], rows))
     record(
         "prediction",
-        {"model": chosen.model or "bundled", "quantization": chosen.quantization, "predicted": predicted, "measured": measured},
+        {"model": Path(chosen.model).name if chosen.model else "bundled", "quantization": chosen.quantization, "predicted": predicted, "measured": measured},
     )
 
 

@@ -261,7 +261,6 @@ class MetalBackend:
             kernel = _by_matrices(variant, x, product, sizes)
         return launch(kernel, [empty(x, T, O)], [x, *_matrices(weight), *present(bias, residual), rows])[0]
 
-    @_of_op("norm_gate_up_silu")
     def all_reduce(
         self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None
     ) -> Tensor:
@@ -270,6 +269,7 @@ class MetalBackend:
     def gather_logits(self, variant: str, part: Tensor, share: RowShare, count: Tensor) -> Tensor:
         raise NotImplementedError("kernels: tensor parallelism is of the CPU")
 
+    @_of_op("norm_gate_up_silu")
     def gate_up_silu(
         self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, rows: Tensor, bias: Tensor | None, gelu: bool = False
     ) -> Tensor:
