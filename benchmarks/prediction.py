@@ -48,7 +48,12 @@ def main() -> None:
     print(table(["", "predicted", "measured", "error", "within the goal"], rows))
     record(
         "prediction",
-        {"model": Path(chosen.model).name if chosen.model else "bundled", "quantization": chosen.quantization, "predicted": predicted, "measured": measured},
+        {
+            "model": Path(chosen.model).name if chosen.model else "bundled",
+            "quantization": chosen.quantization,
+            "predicted": predicted,
+            "measured": measured,
+        },
     )
 
 
