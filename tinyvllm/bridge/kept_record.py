@@ -261,6 +261,9 @@ def _integer(value: Any, low: int, high: int) -> int:
 
 
 def _integers(values: Any, low: int, high: int, count: int | None = None) -> tuple[int, ...]:
-    if count is not None and len(values) != count:
+    numbers = tuple(_list(values, MAX_MEMORY))
+    if count is not None and len(numbers) != count:
         raise Damaged(f"expected {count} numbers, got {values!r:.40}")
-    return tuple(_integer(value, low, high) for value in _list(values, MAX_MEMORY))
+    if numbers and ({*map(type, numbers)} != {int} or min(numbers) < low or max(numbers) > high):  # a check of each took half of a start
+        raise Damaged(f"expected numbers from {low} to {high}, got {values!r:.80}")
+    return numbers
