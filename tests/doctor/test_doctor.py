@@ -248,12 +248,12 @@ def test_a_device_that_cannot_be_opened(machine, monkeypatch):
 
 
 def test_speed(machine, monkeypatch):
-    rates = {"BF16": roof.ProductRate(1e10, 5e11)}
+    rates = {"BF16": roof.ProductRate((1e9,) * len(roof.ROWS))}
     monkeypatch.setattr(runner_device, "start_device", lambda choice, cache: "CPU")
-    monkeypatch.setattr(roof, "measured_roof", lambda device, formats: roof.Roof(4e10, 1e-6, rates))
-    assert one(kernels.check_speed, machine, Status.OK).text == "memory is read at 40.0 GB/s, bfloat16 multiplied at 500 GFLOP/s"
+    monkeypatch.setattr(roof, "measured_roof", lambda device, formats, nbytes: roof.Roof(4e10, 1e-6, rates))
+    assert one(kernels.check_speed, machine, Status.OK).text == "memory is read at 40.0 GB/s, bfloat16 multiplied at 512 GFLOP/s"
 
-    def fail(device: str, formats: list[str]) -> None:
+    def fail(device: str, formats: list[str], nbytes: int) -> None:
         raise ToolchainError("no C compiler")
 
     monkeypatch.setattr(roof, "measured_roof", fail)

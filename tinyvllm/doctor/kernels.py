@@ -31,14 +31,14 @@ def _unchecked(name: str) -> Finding:
 
 
 def check_speed(machine: Machine) -> Iterator[Finding]:
-    from tinyvllm.runner.roof import measured_roof
+    from tinyvllm.runner.roof import MIN_BYTES, measured_roof
 
     device = _opened(machine)
     if device is None:
         yield _unchecked("speed")
         return
     try:
-        roof = measured_roof(device, ["BF16"])
+        roof = measured_roof(device, ["BF16"], MIN_BYTES)
     except TinyvllmError as error:
         yield Finding("speed", Status.ERROR, str(error), "mend what the line says: an engine compiles the same kernels")
         return

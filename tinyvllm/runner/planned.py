@@ -18,7 +18,7 @@ from tinyvllm.runner.kv import KVOutline
 from tinyvllm.runner.opened import OpenedModel
 from tinyvllm.runner.outlined import Held
 from tinyvllm.runner.prepare import Shape, StepInputs
-from tinyvllm.runner.roof import ProductRate, Roof
+from tinyvllm.runner.roof import ProductRate, Roof, measured_roof
 
 LAYER_LAUNCHES, STEP_LAUNCHES = 5, 4  # of kernels: docs/kernels.md
 
@@ -113,21 +113,17 @@ class StepTimes:
 
     def decode(self, sequences: int, context: int) -> float:
         """Seconds of a step that decodes one token of each of `sequences` sequences of `context` tokens."""
-        products = sum(max(self._read(one), 2 * one.numbers * (sequences - 1) / self._rate(one.format).operations_per_second)
-                       for one in self.matrices)  # fmt: skip
+        products = sum(one.numbers * self._rate(one.format).seconds(sequences) for one in self.matrices)
         return products + sequences * context * self.kv_token_bytes / self.roof.bandwidth + self._launches
 
     def prompt(self, tokens: int, depth: float = 0) -> float:
         """Seconds of the prefill of `tokens` tokens after `depth` others in one step: attention as fast as the fastest product."""
-        products = sum(
-            max(self._read(one), 2 * tokens * (one.numbers - one.head) / self._rate(one.format).operations_per_second)
-            for one in self.matrices
-        )
+        products = 0.0
+        for one in self.matrices:
+            rate = self._rate(one.format)
+            products += (one.numbers - one.head) * rate.seconds(tokens) + one.head * rate.seconds(1)
         fastest = max(rate.operations_per_second for rate in self.roof.products.values())
         return products + 2 * self.layers * self.attention_width * tokens * (tokens + 2 * depth) / fastest + self._launches
-
-    def _read(self, one: Matrices) -> float:
-        return one.nbytes / min(self.roof.bandwidth, self._rate(one.format).bytes_per_second)
 
     def _rate(self, format: str) -> ProductRate:
         """The rate of a format; of vectors, which are few, that of any."""
@@ -138,9 +134,10 @@ class StepTimes:
         return (self.layers * LAYER_LAUNCHES + STEP_LAUNCHES) * self.roof.launch_seconds
 
 
-def step_times(roof: Roof, matrices: list[Matrices], opened: OpenedModel) -> StepTimes:
-    """The times of the steps of a model."""
-    c, kv_token = opened.config, opened.block_bytes // opened.block_size
+def measured_times(matrices: list[Matrices], opened: OpenedModel, again: bool = False) -> StepTimes:
+    """The times of the steps of a model by the machine's roof, measured if need be or with `again`. Errors of `measured_roof`."""
+    c, kv_token, device = opened.config, opened.block_bytes // opened.block_size, opened.plan.placement.device
+    roof = measured_roof(device, rated_formats(matrices), sum(one.nbytes for one in matrices), again)
     return StepTimes(roof, matrices, kv_token, c.num_blocks, c.n_heads * c.head_dim)
 
 

@@ -1,6 +1,6 @@
 """What this machine does at most: bytes that it reads, and products of the formats that a model has. Measured shortly, kept by machine.
 
-A product of one row shows how fast a format is unpacked from the processor's cache, one of many rows how fast it is multiplied.
+Products of few rows are measured with as many bytes of matrices as the model has, so that they come from the same cache or memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from tinyvllm.models.config import WeightRecipe
 from tinyvllm.ops.linear import Weight, linear
 from tinyvllm.placement import Placement
 from tinyvllm.quant.layouts import row_bytes
-from tinyvllm.runner.memory import read_bandwidth
+from tinyvllm.runner.memory import READ_BYTES, read_bandwidth
 from tinyvllm.runner.source import DTYPES
 from tinyvllm.runner.weights import WeightLoader, WeightPlan
 from tinyvllm.storage.cache import open_cache
@@ -33,18 +33,30 @@ from tinyvllm.weights.convert import DTYPE_FORMATS
 FILE = "roof.json"
 MAX_KEYS = 8  # machines and versions that are remembered
 MAX_FILE = 1 << 20  # bytes
-SIDE, ROWS = 2048, 256  # of the matrix: within the caches; rows of a prompt
-CHAIN, SMALL = 32, 64  # launches in a row, and the side of their matrix
+SIDE = 2048  # of a matrix
+ROWS = (1, 4, 16, 64, 256)  # of the products that are measured
+READING_ROWS = 16  # a product of more rows multiplies for longer than it reads: one matrix will do
+MIN_BYTES, MAX_BYTES = 4 << 20, READ_BYTES  # of the matrices
+CHAIN, SMALL = 32, 64  # launches one after the other, and the side of their matrix
 SECONDS = 0.05  # of one measurement
 PROCESSES = 3  # that measure a figure, of which the best counts: other work of the machine makes figures worse, never better
 
 
 @dataclass(frozen=True)
 class ProductRate:
-    """Of one format: bytes a second of a product with one row, and operations a second of one with many; 2 a multiply-add."""
+    """Of one format: numbers of a matrix a second, in products with ROWS rows."""
 
-    bytes_per_second: float
-    operations_per_second: float
+    numbers_per_second: tuple[float, ...]
+
+    def seconds(self, rows: float) -> float:
+        """For one number of a matrix in a product with `rows` rows: between those of ROWS in a straight line, beyond them in proportion."""
+        known = [1 / rate for rate in self.numbers_per_second]
+        return known[-1] * rows / ROWS[-1] if rows > ROWS[-1] else float(np.interp(rows, ROWS, known))
+
+    @property
+    def operations_per_second(self) -> float:
+        """With many rows; 2 a multiply-add."""
+        return 2 * ROWS[-1] * self.numbers_per_second[-1]
 
 
 @dataclass(frozen=True)
@@ -60,24 +72,25 @@ class Roof:
 class _Figure:
     """Rates, the best of `processes` processes."""
 
-    rates: tuple[float, ...] = (0.0, 0.0)
+    rates: tuple[float, ...] = ()
     processes: int = 0
 
     def with_measured(self, rates: tuple[float, ...]) -> _Figure:
-        return _Figure(tuple(map(max, rates, self.rates)), self.processes + 1)
+        return _Figure(tuple(map(max, rates, self.rates or rates)), self.processes + 1)
 
 
-def measured_roof(device: str, formats: Iterable[str], again: bool = False) -> Roof:
+def measured_roof(device: str, formats: Iterable[str], nbytes: int = MAX_BYTES, again: bool = False) -> Roof:
     """The roof with the products of `formats`, the best that the first PROCESSES processes measured; with `again` from the beginning.
 
-    Kept by device, driver, compiler, threads and version. KernelError and ToolchainError where the products cannot be run.
+    `nbytes` is what a step reads of matrices. Kept by device, driver, compiler, threads and version. KernelError and ToolchainError where
+    the products cannot be run.
     """
     placement, cache, formats = Placement(device), open_cache(), tuple(dict.fromkeys(formats))
-    key = _key(placement)
+    key, size = _key(placement), _working_set(nbytes)
     figures = {} if again else _kept(cache.read(FILE, MAX_FILE), key)
     wanted: dict[str, Callable[[], tuple[float, ...]]] = {_BANDWIDTH: lambda: (read_bandwidth(device),)}
-    wanted |= {format: partial(_product_rates, placement, format) for format in formats}
     wanted[_LAUNCHES] = lambda: (1 / _launch_seconds(placement),)
+    wanted |= {_named(format, size): lambda format=format: _product_rates(placement, format, size) for format in formats}  # type: ignore[misc]
     missing = [name for name in wanted if figures.get(name, _Figure()).processes < PROCESSES]
     for name in missing:
         figures[name] = figures.get(name, _Figure()).with_measured(wanted[name]())
@@ -86,12 +99,21 @@ def measured_roof(device: str, formats: Iterable[str], again: bool = False) -> R
         every.pop(key, None)
         held = {name: asdict(figure) for name, figure in figures.items()}
         cache.write(FILE, json.dumps(dict(list(every.items())[-(MAX_KEYS - 1) :]) | {key: held}, indent=1).encode())
-    products = {format: ProductRate(*figures[format].rates) for format in formats}
+    products = {format: ProductRate(figures[_named(format, size)].rates) for format in formats}
     return Roof(figures[_BANDWIDTH].rates[0], 1 / figures[_LAUNCHES].rates[0], products)
 
 
-_BANDWIDTH, _LAUNCHES = "bandwidth", "launches"  # next to names of formats
-_LENGTHS = {_BANDWIDTH: 1, _LAUNCHES: 1}  # of their rates; a format has two
+def _working_set(nbytes: int) -> int:
+    """The next power of two, so that models of nearly one size share figures, within MIN_BYTES and MAX_BYTES."""
+    return min(max(1 << (nbytes - 1).bit_length(), MIN_BYTES), MAX_BYTES)
+
+
+def _named(format: str, size: int) -> str:
+    return f"{format} {size >> 20} MiB"
+
+
+_BANDWIDTH, _LAUNCHES = "bandwidth", "launches"  # next to products
+_LENGTHS = {_BANDWIDTH: 1, _LAUNCHES: 1}  # of their rates
 
 
 def _key(placement: Placement) -> str:
@@ -115,7 +137,7 @@ def _kept(content: bytes | None, key: str) -> dict[str, _Figure]:
     found = {}
     for name, figure in held.items() if isinstance(held, dict) else ():
         rates, processes = (figure.get("rates"), figure.get("processes")) if isinstance(figure, dict) else (None, None)
-        if not isinstance(rates, list) or len(rates) != _LENGTHS.get(name, 2) or not all(map(_is_rate, rates)):
+        if not isinstance(rates, list) or len(rates) != _LENGTHS.get(name, len(ROWS)) or not all(map(_is_rate, rates)):
             continue
         if type(processes) is int and processes > 0:
             found[name] = _Figure(tuple(rates), processes)
@@ -133,55 +155,50 @@ class _AnyFormat(WeightPlan):
         return {recipe.name: str(self.format) for recipe in recipes}
 
 
-class _Owner:
+class _Matrix:
     """What the loader sets the weight of."""
 
     weight: Tensor | None = None
     bias: Tensor | None = None
 
 
-class _Model:
-    def __init__(self) -> None:
-        self.proj = _Owner()
-
-
-def _weight(placement: Placement, format: str, side: int) -> Weight:
-    """A matrix [side, side] of random numbers as the device's kernels read it."""
+def _weights(placement: Placement, format: str, side: int, count: int) -> list[Weight]:
+    """Matrices [side, side] of random numbers as the device's kernels read them."""
     dtype = next((dtype for dtype, name in DTYPE_FORMATS.items() if name == format), DTYPES["bfloat16"])
-    loader = WeightLoader(None, _AnyFormat(placement, dtype, format))
-    recipes = [WeightRecipe("proj.weight", (side, side), ())]
-    return loader.load_products(_Model(), {"product": ("proj",)}, recipes)["product"].weight
+    loader, names = WeightLoader(None, _AnyFormat(placement, dtype, format)), [f"matrix{i}" for i in range(count)]
+    recipes = [WeightRecipe(f"{name}.weight", (side, side), ()) for name in names]
+    products = loader.load_products(SimpleNamespace(**{name: _Matrix() for name in names}), {name: (name,) for name in names}, recipes)
+    return [product.weight for product in products.values()]
 
 
-def _product_rates(placement: Placement, format: str) -> tuple[float, float]:
-    """Those of ProductRate."""
-    weight = _weight(placement, format, SIDE)
-    one, many = (_seconds(placement, partial(_multiply, placement, weight, rows, 1)) for rows in (1, ROWS))
-    return SIDE * row_bytes(format, SIDE) / one, 2 * ROWS * SIDE * SIDE / many
+def _product_rates(placement: Placement, format: str, size: int) -> tuple[float, ...]:
+    """Those of ProductRate, with `size` bytes of matrices."""
+    weights = _weights(placement, format, SIDE, max(1, size // (SIDE * row_bytes(format, SIDE))))
+    rates = []
+    for rows in ROWS:
+        some = weights if rows <= READING_ROWS else weights[:1]
+        rates.append(len(some) * SIDE * SIDE / _seconds(placement, _multiply(placement, some, rows)))
+    return tuple(rates)
 
 
 def _launch_seconds(placement: Placement) -> float:
-    weight = _weight(placement, DTYPE_FORMATS[DTYPES["bfloat16"]], SMALL)
-    return _seconds(placement, partial(_multiply, placement, weight, 1, CHAIN)) / CHAIN
+    weights = _weights(placement, DTYPE_FORMATS[DTYPES["bfloat16"]], SMALL, 1)
+    return _seconds(placement, _multiply(placement, weights * CHAIN, 1)) / CHAIN
 
 
-def _multiply(placement: Placement, weight: Weight, rows: int, times: int) -> Captured:
-    """A captured chain of `times` products of `rows` rows."""
-    x = copied(np.full((rows, weight.I), 1e-3, np.float32), placement.device)
+def _multiply(placement: Placement, weights: list[Weight], rows: int) -> Captured:
+    """The captured products of `rows` rows with each of the weights."""
+    x = copied(np.full((rows, weights[0].I), 1e-3, np.float32), placement.device)
     count = copied(np.array([rows], np.int32), placement.device)
 
-    def function() -> Tensor:
-        y = x
-        for _ in range(times):
-            y = linear(y, weight, count)
-        return y.contiguous().realize()
+    def function() -> tuple[Tensor, ...]:
+        return tuple(linear(x, weight, count).contiguous().realize() for weight in weights)
 
     return Captured(function)
 
 
-def _seconds(placement: Placement, capture: Callable[[], Captured]) -> float:
+def _seconds(placement: Placement, captured: Captured) -> float:
     """Of the fastest replay within SECONDS; at least one."""
-    captured = capture()
     for _ in range(2):  # compiles, captures
         captured()
     synchronize(placement.device)

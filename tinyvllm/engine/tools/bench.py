@@ -17,8 +17,7 @@ import numpy as np
 from tinyvllm.engine.tools.stepping import Stepping
 from tinyvllm.errors import KernelError, ToolchainError
 from tinyvllm.runner.opened import open_model
-from tinyvllm.runner.planned import StepTimes, rated_formats, step_times, streamed_matrices
-from tinyvllm.runner.roof import measured_roof
+from tinyvllm.runner.planned import StepTimes, measured_times, streamed_matrices
 
 if TYPE_CHECKING:
     from tinyvllm.engine.llm import LLM
@@ -128,9 +127,8 @@ def roofs(llm: LLM, tests: list[Workload]) -> dict[Workload, float | None]:
     if config.tensor_parallel_size > 1:
         return dict.fromkeys(tests)
     opened = open_model(config, config.device)
-    matrices = streamed_matrices(opened.outline().held)
     try:
-        times = step_times(measured_roof(config.device, rated_formats(matrices), again=True), matrices, opened)
+        times = measured_times(streamed_matrices(opened.outline().held), opened, again=True)
     except (KernelError, ToolchainError):
         return dict.fromkeys(tests)
     weights = llm.engine.model_bytes_per_token

@@ -220,20 +220,18 @@ def _predicted(
     config: EngineConfig, opened: OpenedModel, held: list[Held], kernels: list[KernelChoice], longest: int, measure: bool
 ) -> tuple[Speed | None, str | None]:
     """Tokens a second, or why they cannot be predicted."""
-    from tinyvllm.runner.planned import rated_formats, runs_by_reference, step_times, streamed_matrices
-    from tinyvllm.runner.roof import measured_roof
+    from tinyvllm.runner.planned import measured_times, runs_by_reference, streamed_matrices
 
     if slow := runs_by_reference(kernels):
         return None, f"the reference runs {', '.join(slow)}, many times slower than kernels"
-    matrices = streamed_matrices(held)
     try:
-        roof = measured_roof(config.device, rated_formats(matrices), measure)
+        steps = measured_times(streamed_matrices(held), opened, measure)
     except (KernelError, ToolchainError) as error:
         return None, str(error)
-    steps, context, sequences = step_times(roof, matrices, opened), min(SPEED_TOKENS, longest), config.max_num_seqs
+    context, sequences = min(SPEED_TOKENS, longest), config.max_num_seqs
     tokens = min(context, config.max_num_batched_tokens)
     together = sequences / steps.decode(sequences, context)
-    return Speed(context, 1 / steps.decode(1, context), sequences, together, tokens / steps.prompt(tokens), roof.bandwidth), None
+    return Speed(context, 1 / steps.decode(1, context), sequences, together, tokens / steps.prompt(tokens), steps.roof.bandwidth), None
 
 
 def _advice(best: Candidate | None, context: int) -> str:
