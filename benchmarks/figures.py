@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/figures.md", "docs/quality.md", "docs/speculation.md")
 LAB_PICTURES = "images/lab"  # in docs/
 QUALITY_PICTURE = "docs/images/quality.svg"
-PEERS = ("tinyvllm", "llama.cpp", "transformers")
+PEERS = ("tinyvllm", "llama.cpp", "ik_llama.cpp", "transformers")
 _BLOCK = re.compile(r"(<!-- figures (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _FLAGS = {
     "avx2": "AVX2",

@@ -158,7 +158,7 @@ def _seconds_of(pid: int) -> float:
         words = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
         return 0.0
-    return (int(words[11]) + int(words[12])) / _TICK
+    return sum(map(int, words[11:15])) / _TICK  # with children that have ended
 
 
 def record(name: str, figures: Mapping[str, Any], spreads: Iterable[Spread] = ()) -> None:

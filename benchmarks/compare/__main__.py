@@ -8,8 +8,7 @@ texts and tokenizers not). `decode`: one sequence, short context. `prefill`: one
 
 Formats: BF16 is a Hugging Face folder for tinyvllm and transformers and a GGUF file for the others; Q8_0 and Q4_0 are GGUF files, which
 transformers does not compute on. A contestant that is not installed is reported as missing. Each may have an interpreter of its own.
-llama.cpp plays with the fastest of its settings at each test
-(see play_llama_cpp).
+llama.cpp and ik_llama.cpp play with the fastest of their settings at each test (see play_llama_cpp and play_ik_llama).
 Only one computes at a time; a round is long enough for timers (see ROUND_SECONDS), and rounds that other processes disturbed are left out;
 where too few were quiet, the figures are shown and not recorded.
 """
@@ -28,7 +27,13 @@ from benchmarks.roof import read_size, threads_of_machine
 from benchmarks.shapes import SHAPES, bytes_per_token, checkpoint, parse_formats
 
 TESTS = ("decode", "prefill", "batch", "context")
-PLAYERS = {"tinyvllm": "play_tinyvllm", "llama.cpp": "play_llama_cpp", "transformers": "play_transformers", "tinygrad.llm": "play_tinygrad"}
+PLAYERS = {
+    "tinyvllm": "play_tinyvllm",
+    "llama.cpp": "play_llama_cpp",
+    "ik_llama.cpp": "play_ik_llama",
+    "transformers": "play_transformers",
+    "tinygrad.llm": "play_tinygrad",
+}
 ROUND_SECONDS = 0.5
 
 

@@ -18,15 +18,18 @@ from typing import Any, Protocol
 
 
 class Player(Protocol):
-    """What every contestant can do. All decode greedily; a call returns when its last token is known to Python."""
+    """What every contestant can do. All decode greedily; a call returns when its last token is known to Python.
+
+    A call that returns seconds has timed itself.
+    """
 
     def begin(self, batch: int, context: int) -> None:
         """Forget everything; then `batch` sequences of `context` tokens each, ready for the next."""
 
-    def steps(self, count: int) -> None:
+    def steps(self, count: int) -> float | None:
         """Each of the sequences `count` tokens further."""
 
-    def prefill(self, tokens: int) -> None:
+    def prefill(self, tokens: int) -> float | None:
         """Forget everything; then one prompt of `tokens`, up to its first answer's token."""
 
 
@@ -77,9 +80,11 @@ def _answer(player: Player, what: str, *arguments: int | str) -> dict[str, Any]:
     try:
         if what == "tune" and not hasattr(player, "tune"):
             return {"seconds": 0.0}
-        settings = getattr(player, what)(*arguments)
+        result = getattr(player, what)(*arguments)
     except Unable as error:
         return {"unable": str(error)}
     except Exception as error:  # the parent reports it with the others' figures
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"seconds": time.perf_counter() - start} | ({"settings": settings} if settings is not None else {})
+    if isinstance(result, float):
+        return {"seconds": result}
+    return {"seconds": time.perf_counter() - start} | ({"settings": result} if result is not None else {})

@@ -54,3 +54,22 @@ def test_a_model_that_does_not_load_says_why(tmp_path: Path) -> None:
 
 def test_a_missing_contestant_is_left_out() -> None:
     assert set(contest([Contestant("x", None, "not here")], "decode", ("begin", 1, 16), {"x": ("steps", 1)}, 1, 1)) == {READING}
+
+
+def test_ik_llama_times_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its load and warm-up do not count; repacked matrices are taken where they are faster; a batch is beyond its llama-bench."""
+    bench = tmp_path / "llama-bench"
+    bench.write_text('#!/bin/sh\ncase "$*" in *"-rtr 1"*) ns=2000000000;; *) ns=5000000000;; esac\necho "[{\\"avg_ns\\": $ns}]"\n')
+    bench.chmod(0o755)
+    monkeypatch.setenv("IK_LLAMA_BENCH", str(bench))
+    one = start("ik_llama.cpp", "play_ik_llama", sys.executable, tmp_path / "a.gguf", LIMITS, tmp_path / "log")
+    assert one.missing is None, one.missing
+    contest_module.tune([one], "prefill", 1, 64)
+    assert one.settings == "rtr=1"
+    spreads = contest([one], "prefill", None, {"ik_llama.cpp": ("prefill", 64)}, 1, 1)
+    assert spreads["ik_llama.cpp"].median == 2.0
+    assert steps_of_a_round([one], "batch", ("begin", 2, 16), 1.0, 9) == {} and "one sequence" in one.notes["batch"]
+    one.close()
+    monkeypatch.delenv("IK_LLAMA_BENCH")
+    missing = start("ik_llama.cpp", "play_ik_llama", sys.executable, tmp_path / "a.gguf", LIMITS, tmp_path / "log")
+    assert missing.process is None and "IK_LLAMA_BENCH" in str(missing.missing)
