@@ -23,8 +23,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.harness import record, table
+from benchmarks.own_server import own_server
 from benchmarks.server_overhead import flags, write_model
-from benchmarks.serving import own_server
 from benchmarks.shapes import SHAPES
 
 QUESTION = 32  # tokens after a prefix

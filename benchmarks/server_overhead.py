@@ -26,10 +26,10 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.event_stream import Client, Stream
 from benchmarks.harness import one_round, record, spread, table, take_turns
-from benchmarks.serving import own_server
+from benchmarks.own_server import own_server
 from benchmarks.shapes import SHAPES, write_config
+from tinyvllm.bench_serve.client import Client, Stream
 
 _BUNDLED = Path(__file__).parents[1] / "tinyvllm" / "demo" / "model"
 _TICK = os.sysconf("SC_CLK_TCK")

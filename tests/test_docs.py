@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tinyvllm.cli.arguments import COMMANDS, PARSERS
+from tinyvllm.cli.arguments import COMMANDS, PARSERS, TWO_WORDS
 from tinyvllm.cli.definitions import negations
 
 ROOT = Path(__file__).parent.parent
@@ -44,6 +44,7 @@ def check_command(line: str) -> str | None:
         return None
     words = shlex.split(match[1], comments=True)
     command = words[0] if words and not words[0].startswith("-") else "generate"
+    command = TWO_WORDS.get((words[0], words[1]), command) if len(words) > 1 else command
     if command not in COMMANDS:
         return f"{line!r}: there is no command {command!r}"
     if command == "show-config" and (target := next((word for word in words[1:] if word in COMMANDS), None)):

@@ -1,4 +1,4 @@
-"""What clients of OpenAI servers share: which answers may be retried, when, and the events of a stream within bounds."""
+"""What clients of OpenAI servers share: addresses, which answers may be retried, when, and the events of a stream within bounds."""
 
 from __future__ import annotations
 
@@ -8,12 +8,42 @@ import http.client
 import json
 import time
 from collections.abc import Generator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
-from tinyvllm.errors import TinyvllmError
+from tinyvllm.errors import ArgumentError, TinyvllmError
 
 RETRY_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 MAX_EVENT = 16 << 20  # bytes of a line of a stream
+
+
+class Address(NamedTuple):
+    """Where a server is. `root` is the path before /v1."""
+
+    secure: bool
+    host: str
+    port: int | None
+    root: str
+
+
+def server_address(url: str, option: str) -> Address:
+    """The address in a URL, which may end in /v1. ArgumentError, which names the option, for any other text."""
+    try:
+        parts = urlsplit(url)
+        address = Address(parts.scheme == "https", parts.hostname or "", parts.port, parts.path.rstrip("/").removesuffix("/v1"))
+    except ValueError as error:
+        raise ArgumentError(f"{option}: {url}: {error}") from None
+    sendable = address.root.isascii() and (address.host + address.root).isprintable() and " " not in address.host + address.root
+    if parts.scheme not in ("http", "https") or not address.host or parts.query or parts.fragment or not sendable:
+        raise ArgumentError(f"{option}: expected a URL such as http://localhost:8000, got {url!r}")
+    return address
+
+
+def authorization(api_key: str | None) -> dict[str, str]:
+    """The header of an API key. ArgumentError for a key that a header cannot have."""
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise ArgumentError("--api-key has characters that a header must not have")
+    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
 def retry_after(value: str | None, now: float | None = None) -> float | None:

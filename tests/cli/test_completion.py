@@ -25,6 +25,11 @@ LINES: list[tuple[list[str], list[str]]] = [
     (["show-config", "serve", "--unl"], ["--unload-idle"]),
     (["show-config", "--json", "serve", "--unl"], ["--unload-idle"]),
     (["completion", ""], list(SHELLS)),
+    (["bench", ""], ["serve"]),
+    (["bench", "serve", "--good"], ["--goodput"]),
+    (["bench", "--repe"], ["--repetitions"]),
+    (["show-config", "bench", "serve", "--good"], ["--goodput"]),
+    (["serve", "--prof"], ["--profile"]),
 ]
 
 

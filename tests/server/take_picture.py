@@ -14,7 +14,7 @@ import threading
 import urllib.request
 from pathlib import Path
 
-from benchmarks.serving import ready_url
+from benchmarks.own_server import ready_url
 from tests.server import browser
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.serving import ready_url
+from benchmarks.own_server import ready_url
 from tests.server.conftest import ENGINE, Running, running
 from tests.server.soak_client import complaints_in
 from tinyvllm.errors import ArgumentError, OutOfMemoryError

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import NoReturn
 
+from tinyvllm.cli.bench_serve_options import BENCH_SERVE_OPTIONS
 from tinyvllm.cli.configuration import Configuration, configure
 from tinyvllm.cli.options import (
     ENGINE_OPTIONS,
@@ -59,7 +60,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace]:
     """The command and its options, also those of --config and the environment. Without the name of a command it is generate."""
     command, rest = "generate", list(arguments)
     if rest and not rest[0].startswith("-"):
-        command = checked_command(rest.pop(0))
+        command, rest = split_command(rest)
     if command != "show-config":
         return command, configured(command, rest).options
     own = next((number for number, word in enumerate(rest, 1) if not word.startswith("-")), len(rest))
@@ -68,11 +69,13 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace]:
     return command, options
 
 
-def checked_command(name: str) -> str:
-    """The name of a command. ArgumentError, with the nearest one, for any other."""
-    if name not in COMMANDS:
-        raise ArgumentError(f"unknown command {name!r}{nearest(name, COMMANDS)}; commands are {', '.join(COMMANDS)}")
-    return name
+def split_command(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The command that words begin with, and its arguments. ArgumentError, with the nearest one, for any other."""
+    if (name := TWO_WORDS.get((words[0], words[1] if len(words) > 1 else ""))) is not None:
+        return name, [*words[2:]]
+    if words[0] not in COMMANDS:
+        raise ArgumentError(f"unknown command {words[0]!r}{nearest(words[0], COMMANDS)}; commands are {', '.join(COMMANDS)}")
+    return words[0], [*words[1:]]
 
 
 def configured(command: str, arguments: Sequence[str]) -> Configuration:
@@ -286,6 +289,19 @@ def _bench_parser() -> Parser:
     return parser
 
 
+def _bench_serve_parser() -> Parser:
+    parser = _common(
+        "bench serve",
+        "Measure latency against load of an OpenAI server: every request rate with every limit of concurrency, in the figures of vLLM.",
+        "Exit code 1 if no request of a load succeeded.",
+    )
+    for title, table in BENCH_SERVE_OPTIONS.items():
+        group = parser.add_argument_group(title)
+        for flag, settings in table:
+            group.add_argument(*(("-o", flag) if flag == "--output-format" else (flag,)), **settings)
+    return parser
+
+
 def _pull_parser() -> Parser:
     parser = _common(
         "pull",
@@ -411,6 +427,7 @@ PARSERS = {
     "verify": _verify_parser,
     "quality": _quality_parser,
     "bench": _bench_parser,
+    "bench-serve": _bench_serve_parser,
     "pull": _pull_parser,
     "list": _list_parser,
     "remove": _remove_parser,
@@ -420,3 +437,4 @@ PARSERS = {
     "completion": _completion_parser,
 }
 COMMANDS = tuple(PARSERS)
+TWO_WORDS = {("bench", "serve"): "bench-serve"}  # spellings of commands

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tinyvllm.cli.arguments import COMMANDS, PARSERS
+from tinyvllm.cli.arguments import COMMANDS, PARSERS, TWO_WORDS
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,12 @@ def _words(command: str) -> list[_Word]:
 
 
 def _arguments(command: str) -> list[str]:
-    """The values that an argument without dashes may have; a file, or for show-config a command, if none are listed."""
+    """The values that an argument without dashes may have, and second words of commands; a file, or for show-config a command, if none are
+    listed.
+    """
     positional = [action for action in PARSERS[command]()._actions if not action.option_strings]
-    return [str(choice) for action in positional for choice in action.choices or ()]
+    second = [words[1] for words in TWO_WORDS if words[0] == command]
+    return [*second, *(str(choice) for action in positional for choice in action.choices or ())]
 
 
 def _quoted(text: str) -> str:
@@ -65,8 +68,12 @@ _tinyvllm() {{
     if [[ $command == show-config ]]; then
       while ((at < COMP_CWORD)) && [[ ${{COMP_WORDS[at]}} == -* ]]; do ((at++)); done
       if ((at < COMP_CWORD)); then command=${{COMP_WORDS[at]}}; elif [[ $current != -* ]]; then values=$all; fi
+      ((at++))
     fi
   fi
+  case $command:${{COMP_WORDS[at]}} in
+{_bash_two_words()}
+  esac
   case $command in
 {cases}
     *) return ;;
@@ -83,6 +90,12 @@ _tinyvllm() {{
 }}
 complete -o default -F _tinyvllm tinyvllm
 """
+
+
+def _bash_two_words() -> str:
+    """The second word decides where it is whole; before that it is among the replies."""
+    cases = [f"    {a}:{b}) if ((at < COMP_CWORD)); then command={_quoted(name)}; fi ;;" for (a, b), name in TWO_WORDS.items()]
+    return "\n".join(cases)
 
 
 def _bash_case(command: str) -> str:
@@ -120,6 +133,9 @@ _tinyvllm() {{
       elif [[ $words[CURRENT] != -* ]]; then _describe command all; return; else at=2; fi
     fi
   fi
+  case $command:$words[at+1] in
+{_zsh_two_words()}
+  esac
   words=("${{(@)words[at,-1]}}")
   (( CURRENT -= at - 1 ))
   case $command in
@@ -128,6 +144,11 @@ _tinyvllm() {{
 }}
 if [[ $funcstack[1] == _tinyvllm ]]; then _tinyvllm "$@"; else compdef _tinyvllm tinyvllm; fi
 """
+
+
+def _zsh_two_words() -> str:
+    cases = [f"    {a}:{b}) (( at + 1 < CURRENT )) && {{ command={_quoted(name)}; (( at++ )) }} ;;" for (a, b), name in TWO_WORDS.items()]
+    return "\n".join(cases)
 
 
 def _zsh_case(command: str) -> str:
@@ -160,6 +181,7 @@ function __tinyvllm_command
         contains show-config (commandline -opc); and echo show-config; or echo none
     else if string match -q -- '-*' "$words[1]"
         echo generate
+{_fish_two_words()}
     else
         echo $words[1]
     end
@@ -167,6 +189,11 @@ end
 complete -c tinyvllm -n 'contains (__tinyvllm_command) none show-config' -f -a {_quoted(" ".join(COMMANDS))}
 """
     return head + "".join(f"{line}\n" for command in COMMANDS for line in _fish_lines(command))
+
+
+def _fish_two_words() -> str:
+    tests = [f'    else if test "$words[1] $words[2]" = {_quoted(f"{a} {b}")}\n        echo {name}' for (a, b), name in TWO_WORDS.items()]
+    return "\n".join(tests)
 
 
 def _fish_lines(command: str) -> Iterator[str]:

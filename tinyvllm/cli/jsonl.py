@@ -47,12 +47,12 @@ class BadLine:
         return {"line": self.line[:_SHOWN]}
 
 
-def read_prompts(path: str) -> Iterator[Job | BadLine]:
-    """The prompts of a .txt file, one a line, or of a .jsonl file, one object a line; empty lines are skipped."""
+def read_prompts(path: str, option: str = "--prompts-file") -> Iterator[Job | BadLine]:
+    """The prompts of a .txt file, one a line, or of a .jsonl file, one object a line; empty lines are skipped. Errors name the option."""
     ending = Path(path).suffix.lower()
     if ending not in (".txt", ".jsonl"):
-        raise ArgumentError(f"--prompts-file must end in .txt (a prompt a line) or .jsonl (an object a line), got {path!r}")
-    for number, raw in read_lines(path, "--prompts-file"):
+        raise ArgumentError(f"{option} must end in .txt (a prompt a line) or .jsonl (an object a line), got {path!r}")
+    for number, raw in read_lines(path, option):
         source = f"{path}:{number}"
         try:
             line = _decode(source, raw, first=number == 1)

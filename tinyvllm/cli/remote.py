@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from tinyvllm.cli.partner import CUT_BY_CONTEXT, ContextFull
-from tinyvllm.errors import ArgumentError, RequestError, TinyvllmError
-from tinyvllm.http_client import RETRY_STATUS, json_events, reason, retry_after
+from tinyvllm.errors import RequestError, TinyvllmError
+from tinyvllm.http_client import RETRY_STATUS, authorization, json_events, reason, retry_after, server_address
 from tinyvllm.request import SamplingParams
 
 ATTEMPTS = 8
@@ -61,21 +60,11 @@ class Remote:
     default_params = SamplingParams(max_tokens=None)
 
     def __init__(self, url: str, api_key: str | None = None, model: str | None = None, tell: Callable[[str], None] = lambda text: None):
-        try:
-            parts = urlsplit(url)
-            self._address = (parts.hostname, parts.port)
-        except ValueError as error:
-            raise ArgumentError(f"--url {url}: {error}") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ArgumentError(f"--url must be like http://localhost:8000, got {url!r}")
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise ArgumentError("--api-key has characters that a header must not have")
+        address = server_address(url, "--url")
         self.url = url
-        self._secure = parts.scheme == "https"
-        self._root = parts.path.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._secure, self._root = address.secure, address.root
+        self._address = (address.host, address.port)
+        self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"} | authorization(api_key)
         self._model = model
         self._tell = tell
         self._figures: _Figures | None = None
@@ -169,7 +158,7 @@ class Remote:
         """The head of the response, whose status is 200. _Retry for what may pass, RequestError for what the server refuses."""
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         host, port = self._address
-        connection = kind(host or "", port, timeout=_CONNECT_SECONDS)
+        connection = kind(host, port, timeout=_CONNECT_SECONDS)
         try:
             try:
                 connection.connect()

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from tinyvllm.cli.arguments import PARSERS, checked_command, configured
+from tinyvllm.cli.arguments import PARSERS, configured, split_command
 from tinyvllm.cli.config_schema import config_schema
 from tinyvllm.cli.configuration import Configuration
 from tinyvllm.cli.definitions import Definition, definitions, is_configurable, switch_of
@@ -32,13 +32,13 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.target is None:
         raise ArgumentError("show-config needs a command, such as: tinyvllm show-config serve --config FILE.yaml")
-    command = checked_command(options.target)
+    command, arguments = split_command([options.target, *options.arguments])
     parser = PARSERS[command]()
     if not is_configurable(parser):
         raise ArgumentError(f"show-config: {command} has no options in configuration files")
-    if "--json" in options.arguments and "--json" not in parser.known_options():
+    if "--json" in arguments and "--json" not in parser.known_options():
         raise ArgumentError(f"--json belongs before the command: tinyvllm show-config --json {command} ...")
-    shown = configured(command, options.arguments)
+    shown = configured(command, arguments)
     values = {key: _shown(shown.definitions[key], value) for key, value in shown.values.items()}
     print(_as_json(shown, values) if options.json else _as_yaml(shown, values))
     return 0

@@ -17,10 +17,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
-from tinyvllm.errors import ArgumentError, RequestError, TinyvllmError, one_line
-from tinyvllm.http_client import RETRY_STATUS, json_events, reason, retry_after
+from tinyvllm.errors import RequestError, TinyvllmError, one_line
+from tinyvllm.http_client import RETRY_STATUS, authorization, json_events, reason, retry_after, server_address
 from tinyvllm.lab.costs import StepCosts
 from tinyvllm.lab.sweep import NONE, Cell, DrafterSpec, Sweep
 from tinyvllm.lab.target import Answer, DraftCounts, Job, Limits
@@ -48,19 +47,11 @@ class Server:
     """One server. Methods may be called from several threads."""
 
     def __init__(self, url: str, api_key: str | None, pause: Callable[[float], None] = time.sleep):
-        try:
-            parts = urlsplit(url)
-            self._address = (parts.hostname or "", parts.port)
-        except ValueError as error:
-            raise ArgumentError(f"servers: {url}: {error}") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ArgumentError(f"servers: expected a URL such as http://localhost:8000, got {url!r}")
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise ArgumentError("--api-key has characters that a header must not have")
+        address = server_address(url, "servers")
         self.url, self._pause = url, pause
-        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._root = parts.path.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"} | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
+        self._kind = http.client.HTTPSConnection if address.secure else http.client.HTTPConnection
+        self._address, self._root = (address.host, address.port), address.root
+        self._headers = {"Content-Type": "application/json"} | authorization(api_key)
 
     def model(self) -> str:
         """The first model that it lists: also the check that it is up. TinyvllmError if it is none after all attempts."""

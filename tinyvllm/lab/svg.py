@@ -19,7 +19,7 @@ Place = Callable[[float, float], tuple[float, float]]
 
 def svg(chart: Chart) -> str:
     """The text of an SVG file."""
-    height = HEIGHT + LEGEND * (len(chart.series) + bool(chart.omitted))
+    height = _height(chart)
     across, up, place = _axes(chart)
     parts = [*_grid(chart, across, up, place), *_guide(chart, across, up, place)]
     for number, series in enumerate(chart.series):
@@ -29,6 +29,19 @@ def svg(chart: Chart) -> str:
         parts.append(_text(LEFT, HEIGHT + LEGEND * len(chart.series) + 4, f"{chart.omitted} more are in the table", "start"))
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="sans-serif" font-size="12">'
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>\n"])
+
+
+def stacked(charts: Sequence[Chart]) -> str:
+    """The text of an SVG file with several pictures, one below the other."""
+    parts, top = list[str](), 0
+    for chart in charts:
+        parts.append(f'<g transform="translate(0 {top})">\n{svg(chart)}</g>')
+        top += _height(chart)
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{max(top, 1)}">', *parts, "</svg>\n"])
+
+
+def _height(chart: Chart) -> int:
+    return HEIGHT + LEGEND * (len(chart.series) + bool(chart.omitted))
 
 
 def _axes(chart: Chart) -> tuple[tuple[float, float], tuple[float, float], Place]:
