@@ -405,7 +405,8 @@ def target_of(options: argparse.Namespace, folder: Path) -> EngineTarget:
     if options.shape:
         model = checkpoint(options.shape, "folder" if options.format == "BF16" else options.format, folder)
         engine |= {"model": str(model), "skip_tokenizer_init": True, "max_model_len": 512, "num_blocks": 64 * 16}
-    return EngineTarget(Sweep(engine=tuple(sorted(engine.items())), batch_sizes=(1,), cost_rows=(1,)))
+    ways = max(len(text.ways) for text in texts_of(options))  # they take turns: none is opened, and its steps captured, in a timed one
+    return EngineTarget(Sweep(engine=tuple(sorted(engine.items())), batch_sizes=(1,), cost_rows=(1,)), open_drafters=ways)
 
 
 def rival_of(options: argparse.Namespace, folder: Path, log: Path) -> tuple[Contestant | None, str]:

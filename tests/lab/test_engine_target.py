@@ -152,6 +152,21 @@ def test_heads_guess_as_many_tokens_as_the_cell_says(tiny_model: Path, target: E
         assert len(target.run(cell, [Job(REPEATED, 1)], Limits(6, True), "a")[1].drafted) == cell.k
 
 
+def test_drafters_that_take_turns_capture_once(tiny_model: Path) -> None:
+    """Heads for two numbers of guesses, in turn: the benchmark's timed turns capture nothing."""
+    sweep = sweep_of(tiny_model, drafters=["medusa_lite"], policies=["exact"], temperatures=[0], batch_sizes=[1], k=[1, 2])
+    target = EngineTarget(sweep, open_drafters=2)
+    try:
+        counts = []
+        for _ in range(2):
+            for cell in sweep.cells()[1:]:
+                target.run(cell, [Job(REPEATED, 1)], Limits(6, True), "a")
+            counts.append(target.loaded().runner.capture_work().count)
+        assert counts[0] == counts[1]
+    finally:
+        target.close()
+
+
 def test_changed_heads_are_another_measurement(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"1")
     sweep = sweep_of(tiny_model, drafters=["ngram", f"medusa:{tmp_path}"], policies=["exact"], temperatures=[0])

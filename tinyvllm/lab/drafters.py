@@ -52,19 +52,24 @@ def _model_of(spec: DrafterSpec) -> str | None:
     return model if isinstance(model, str) else None
 
 
-class OpenDrafter:
-    """The drafter of the cells that run: the last one, since each may hold a model and a cache."""
+class OpenDrafters:
+    """The drafters of the cells that run: the last `most` of them, since each may hold a model and a cache.
 
-    def __init__(self) -> None:
-        self._key: tuple[DrafterSpec, int | None] | None = None
-        self._drafter: Drafter | None = None
+    A drafter that is dropped loses what it has captured, some tens of milliseconds a shape. So cells that take turns need one each.
+    """
+
+    def __init__(self, most: int = 1) -> None:
+        self._most = most
+        self._drafters: dict[tuple[DrafterSpec, int | None], Drafter] = {}  # the one that was used least recently first
 
     def get(self, spec: DrafterSpec, k: int | None, engine: Engine) -> Drafter:
-        """It is loaded if it is another one than that of the last call. Heads are loaded for a K."""
+        """It is loaded if it is none of those. Heads are loaded for a K."""
         config = config_of(spec, k)
         key = spec, k if config.method in HEADS else None
-        if self._drafter is None or key != self._key:
-            self._key = self._drafter = None
-            self._drafter = open_any_drafter(engine.config, config, engine.runner, engine.tokenizer)
-            self._key = key
-        return self._drafter
+        drafter = self._drafters.pop(key, None)
+        if drafter is None:
+            while len(self._drafters) >= self._most:
+                del self._drafters[next(iter(self._drafters))]
+            drafter = open_any_drafter(engine.config, config, engine.runner, engine.tokenizer)
+        self._drafters[key] = drafter
+        return drafter

@@ -18,7 +18,7 @@ from tinyvllm.engine.prompt import encode_all
 from tinyvllm.engine.tools.one_off import prompt_logits_by_chunk
 from tinyvllm.errors import ArgumentError, ModelError, RequestError
 from tinyvllm.lab.costs import StepCosts
-from tinyvllm.lab.drafters import OpenDrafter, config_of, files_of, model_files, require_files
+from tinyvllm.lab.drafters import OpenDrafters, config_of, files_of, model_files, require_files
 from tinyvllm.lab.engine_counts import CountedController, Counter
 from tinyvllm.lab.settings import digest_text
 from tinyvllm.lab.sweep import Cell, DrafterSpec, Sweep
@@ -35,19 +35,20 @@ _NO_FIGURE = ("record", "profile", "energy", "warm_up", "max_num_seqs")  # optio
 class EngineTarget:
     """`sweep.engine` are the options of the engine, which is loaded for the first cell.
 
-    By default prompts are not shared through the prefix cache: a repeat would find those of the last one.
+    By default prompts are not shared through the prefix cache: a repeat would find those of the last one. `open_drafters` are kept while
+    others run: as many as take turns.
     """
 
     reports_tokens = True
 
-    def __init__(self, sweep: Sweep, progress: Callable[[int, int, str], None] | None = None):
+    def __init__(self, sweep: Sweep, progress: Callable[[int, int, str], None] | None = None, open_drafters: int = 1):
         self._progress, self._counter = progress, Counter()
         self._engine: Engine | None = None
         options = {"enable_prefix_caching": False, **dict(sweep.engine), "speculative_config": "off"}
         rows = sweep.cost_rows if sweep.costs is None else ()
         options.setdefault("max_num_seqs", max(EngineConfig.max_num_seqs, *sweep.batch_sizes, *rows))
         self.config = resolve(options.pop("model", None), **options)
-        self._drafter = OpenDrafter()
+        self._drafters = OpenDrafters(open_drafters)
         self._controllers: dict[tuple[DrafterSpec, int | None, str], Controller] = {}
         self._num_requests = 0
 
@@ -82,7 +83,7 @@ class EngineTarget:
             engine.stop_speculation()
             return
         config = config_of(cell.drafter, cell.k)
-        drafter, key = self._drafter.get(cell.drafter, cell.k, engine), (cell.drafter, cell.k, cell.policy.label)
+        drafter, key = self._drafters.get(cell.drafter, cell.k, engine), (cell.drafter, cell.k, cell.policy.label)
         if key not in self._controllers:
             self._controllers[key] = CountedController(open_controller(config, drafter), self._counter)
         engine.speculate(drafter, self._controllers[key], cell.policy)
