@@ -16,11 +16,11 @@ import numpy as np
 from tinygrad import Tensor, UOp
 
 from tinyvllm.batch import NO_SLOT, Batch
-from tinyvllm.bridge import copied, download, spans, upload, upload_parts
+from tinyvllm.bridge import download, upload, upload_parts
 from tinyvllm.config import EngineConfig
+from tinyvllm.runner.arrays import PackedArrays
 from tinyvllm.scheduler import Schedule, Scheduled
 
-ALIGNMENT = 16  # int32s: generated kernels load vectors from such boundaries
 MIN_CHUNK = 16  # tokens; every bucket is a capture of some hundred milliseconds, so there are few
 
 
@@ -144,15 +144,10 @@ class StepInputs:
 
     def _allocate(self, sizes: dict[str, int], device: str) -> None:
         """One host array and one device buffer with all arrays in them, and a view of each array as an attribute and as a tensor."""
-        starts, end = {}, 0
-        for name, size in sizes.items():
-            starts[name], end = end, end + -(-size // ALIGNMENT) * ALIGNMENT
-        self._host, self._starts = np.zeros(end, dtype=np.int32), starts
-        self._device = copied(self._host, device)
-        parts = spans(self._device, [(starts[name], size) for name, size in sizes.items()])
-        self._tensors = dict(zip(sizes, parts, strict=True))
-        for name, size in sizes.items():
-            setattr(self, name, self._host[starts[name] : starts[name] + size])
+        arrays = PackedArrays(sizes, device)
+        self._host, self._starts, self._device, self._tensors = arrays.host, arrays.starts, arrays.device, arrays.tensors
+        for name, view in arrays.views.items():
+            setattr(self, name, view)
         table = self.shape.sequences, self.width
         self.block_tables = self.block_tables.reshape(table)
         self._tensors["block_tables"] = self._tensors["block_tables"].reshape(table)

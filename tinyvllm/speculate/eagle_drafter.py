@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Row
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import cast
 
 import numpy as np
@@ -22,10 +23,11 @@ from tinygrad import Tensor, UOp
 from tinygrad.dtype import DType
 
 from tinyvllm.batch import NO_SLOT, Batch
-from tinyvllm.bridge import Captured, copied, upload
+from tinyvllm.bridge import Captured, copied
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.rope import rope_table
 from tinyvllm.request import Sequence
+from tinyvllm.runner.arrays import PackedArrays
 from tinyvllm.runner.kv import BlockShape, KVPool
 from tinyvllm.runner.memory import DrafterMemory
 from tinyvllm.runner.prepare import Shape, StepInputs, decode_bucket, shape_of
@@ -34,12 +36,13 @@ from tinyvllm.sampling.parameters import SamplingFlags
 from tinyvllm.scheduler import Scheduled
 from tinyvllm.speculate.eagle import EagleHeads
 from tinyvllm.speculate.last_states import Guessing, LastStates
-from tinyvllm.speculate.picks import DraftVocabulary, Picks
+from tinyvllm.speculate.picks import DraftVocabulary, Guesses, Picks
 from tinyvllm.speculate.protocol import StateRows
 
 _MAX_SINGLES = 16  # rows of one sequence that are laid out as decodes; more of them are a chunk
 _MAX_PADDED = 64  # rows of a step up to which there is an entry for each, most of them padding: one capture for all numbers of entries
 _MAX_FILLED = 512  # missing entries that one call makes
+_PLACES = ("positions", "slots", "context_lens")  # of a guess's entry
 
 
 def own_blocks(max_drafts: int, block_size: int) -> int:
@@ -67,9 +70,6 @@ class _Entries:
     count: int
     first_row: int | None
 
-    def state_row(self, position: int) -> int:
-        return -1 if self.first_row is None else self.first_row + position - self.start
-
 
 @dataclass(frozen=True)
 class _NextTokens:
@@ -94,11 +94,10 @@ class _NextTokens:
 
 @dataclass(frozen=True)
 class _Extend:
-    """The captured extension by T rows, R of which are kept: `index` int32 [T] rows of the states, -1 for zeros; `last` int32 [R]."""
+    """The captured extension by T rows, R of which are kept: `places` are `index` [T], rows of the states, -1 for zeros, and `last` [R]."""
 
     inputs: StepInputs
-    index: Tensor
-    last: Tensor
+    places: PackedArrays
     captured: Captured
 
 
@@ -153,28 +152,24 @@ class EagleDrafter(LastStates):
 
     def _extend(self, states: Tensor, entries: Row[_Entries | None]) -> Tensor:
         """Write entries; the states [R, E] after their last rows, in the order of `entries`."""
-        laid: list[tuple[Scheduled, int]] = []  # with the row of the states that its first position has
-        for each in entries:
-            if each is not None:
-                laid += _laid_out(each)
-                self._book.write(each.sequence, each.start, each.count)
-        singles = [scheduled for scheduled, _ in laid if scheduled.num_tokens == 1]
-        chunks = [scheduled for scheduled, _ in laid if scheduled.num_tokens > 1]
-        T, R = int(states.shape[0]), decode_bucket(len(entries))
-        shape = Shape(max(T, decode_bucket(len(singles))) if T <= _MAX_PADDED else decode_bucket(len(singles)), 0, 0, 1)
+        laid = [(r, each, _laid_out(each)) for r, each in enumerate(entries) if each is not None]
+        for _, each, _ in laid:
+            self._book.write(each.sequence, each.start, each.count)
+        singles = [scheduled for _, each, scheduled in laid if each.count <= _MAX_SINGLES]
+        chunks = [scheduled for _, each, scheduled in laid if each.count > _MAX_SINGLES]
+        T, R, rows = int(states.shape[0]), decode_bucket(len(entries)), sum(scheduled.num_tokens for scheduled in singles)
+        shape = Shape(max(T, decode_bucket(rows)) if T <= _MAX_PADDED else decode_bucket(rows), 0, 0, 1)
         extend = self._extend_of(shape_of(singles, chunks) if chunks else shape, T, R)
-        shape = extend.inputs.shape
         blocks = extend.inputs.fill(singles, chunks, self._pool.block_size)
-        places = self._places(extend.inputs, singles, chunks)
-        index, last = np.full(shape.tokens, -1, np.int32), np.zeros(R, np.int32)
-        for scheduled, row in laid:
-            first = places[id(scheduled)]
-            index[first : first + scheduled.num_tokens] = -1 if row < 0 else np.arange(row, row + scheduled.num_tokens)
-        ends = {id(scheduled.sequence): places[id(scheduled)] + scheduled.num_tokens - 1 for scheduled, _ in laid}
-        by_sequence = {cast(_NextTokens, s.sequence).sequence_id: ends[id(s.sequence)] for s, _ in laid}
-        last[: len(entries)] = [0 if each is None else by_sequence[each.sequence.sequence_id] for each in entries]
-        upload(extend.index, index)
-        upload(extend.last, last)
+        first = self._first_rows(extend.inputs, singles, chunks)
+        index, last = extend.places.views["index"], extend.places.views["last"]
+        index[:], last[:] = -1, 0
+        for r, each, scheduled in laid:
+            row, end = first[id(scheduled)], first[id(scheduled)] + each.count
+            last[r] = end - 1
+            if each.first_row is not None:
+                index[row:end] = range(each.first_row, each.first_row + each.count)
+        extend.places.upload()
         kept: Tensor = extend.captured(states, num_blocks=blocks)
         return kept
 
@@ -198,14 +193,16 @@ class EagleDrafter(LastStates):
         return self._extends[shape, T, R]
 
     @staticmethod
-    def _places(inputs: StepInputs, singles: list[Scheduled], chunks: list[Scheduled]) -> dict[int, int]:
-        """The first row of each entry; `fill` has put `singles` into the order of the rows."""
-        starts = inputs.query_starts[inputs.shape.decodes :].tolist()
-        return {id(entry): b for b, entry in enumerate(singles)} | {id(entry): starts[b] for b, entry in enumerate(chunks)}
+    def _first_rows(inputs: StepInputs, singles: list[Scheduled], chunks: list[Scheduled]) -> dict[int, int]:
+        """The first row of each entry, by its id; `fill` has put `singles` into the order of the rows."""
+        rows = accumulate((entry.num_tokens for entry in singles), initial=0)
+        starts = inputs.query_starts[inputs.shape.decodes :].tolist() if chunks else []
+        return {id(entry): row for entry, row in (*zip(singles, rows), *zip(chunks, starts))}
 
     def _new_extend(self, shape: Shape, R: int) -> _Extend:
         inputs = StepInputs(shape, self._width, self._device)
-        index, last = copied(np.zeros(shape.tokens, np.int32), self._device), copied(np.zeros(R, np.int32), self._device)
+        places = PackedArrays({"index": shape.tokens, "last": R}, self._device)
+        index, last = places.tensors["index"], places.tensors["last"]
 
         def function(states: Tensor, num_blocks: int | UOp = 1) -> Tensor:
             batch = inputs.batch(num_blocks)
@@ -215,11 +212,11 @@ class EagleDrafter(LastStates):
             out = self._heads.layer(batch.tokens, hidden, batch, self._cache, angles)
             return out[last].contiguous().realize()
 
-        return _Extend(inputs, index, last, Captured(function, {"num_blocks": (1, self._width)}))
+        return _Extend(inputs, places, Captured(function, {"num_blocks": (1, self._width)}))
 
     # ---- before a step
 
-    def _guess(self, batch: Guessing) -> tuple[Row[Tensor], Row[Tensor]]:
+    def _guess(self, batch: Guessing) -> tuple[np.ndarray, np.ndarray]:
         assert self._states is not None
         key = int(self._states.shape[0]), batch.bucket, batch.K, batch.flags
         if key not in self._chains:
@@ -237,62 +234,64 @@ class _Chain:
     """The captured chain of K guesses for B rows, with its inputs: for each further guess the place of its entry."""
 
     def __init__(self, heads: EagleHeads, pool: KVPool, rope: Tensor, width: int, picks: Picks, batch: Guessing):
-        self._heads, self._pool, self._rope, self._width, self._picks = heads, pool, rope, width, picks
-        B, K, device = batch.bucket, batch.K, pool.device
-        self._places = np.zeros((3, K, B), np.int32)  # positions, slots and lengths of context; those of guess 0 are unused
-        self._tables = np.zeros((B, width), np.int32)
-        self._rows, self._count = copied(np.zeros(B, np.int32), device), copied(np.zeros(1, np.int32), device)
-        self._device_places = [[copied(row, device) for row in rows] for rows in self._places]
-        self._device_tables = copied(self._tables, device)
-        self._starts = copied(np.arange(B + 1, dtype=np.int32), device)
-        self._samples, self._chunks = copied(np.arange(B, dtype=np.int32), device), copied(np.array([B, 0], np.int32), device)
-        self._captured = Captured(self._guesses, {"num_blocks": (1, width)})
+        self._heads, self._pool, self._rope, self._picks = heads, pool, rope, picks
+        B, K = batch.bucket, batch.K
+        self._K, self._guesses = K, Guesses(K, B, pool.device)
+        places = {f"{name} {k}": B for k in range(1, K) for name in _PLACES}
+        sizes = {"rows": B, "starts": B + 1, "samples": B, "count": 1, "chunks": 2, "tables": B * width}
+        self._inputs = PackedArrays(sizes | places, pool.device)
+        views = self._inputs.views
+        views["starts"][:], views["samples"][:], views["chunks"][0] = range(B + 1), range(B), B
+        self._places = [[views[f"{name} {k}"] for name in _PLACES] for k in range(1, K)]
+        self._tables = views["tables"].reshape(B, width)
+        self._captured = Captured(self._run, {"num_blocks": (1, width)})
 
-    def run(self, states: Tensor, batch: Guessing, tables: list[list[int]], book: EntryBook) -> tuple[list[Tensor], list[Tensor]]:
-        """Tokens [B] and probabilities [B] of each of K guesses."""
-        S, K = self._pool.block_size, batch.K
-        self._places[:] = np.array([0, NO_SLOT, 0], np.int32).reshape(3, 1, 1)
-        blocks = 1
-        for b, (sequence, table) in enumerate(zip(batch.sequences, tables, strict=True)):
-            positions = np.arange(len(sequence) - 2, len(sequence) - 2 + K)
-            slots = np.asarray(table, np.int32)[positions // S] * S + positions % S
-            self._places[:, :, b] = positions, slots, positions + 1
+    def run(self, states: Tensor, batch: Guessing, tables: list[list[int]], book: EntryBook) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [K, B] and probabilities [K, B] of K guesses."""
+        S, count, blocks = self._pool.block_size, len(batch.sequences), 1
+        starts = [len(sequence) - 1 for sequence in batch.sequences]  # of the entries of guesses
+        padding = [NO_SLOT] * (batch.bucket - count), [0] * (batch.bucket - count)
+        for k, (positions, slots, lengths) in enumerate(self._places):
+            placed = [table[(start + k) // S] * S + (start + k) % S for start, table in zip(starts, tables, strict=True)]
+            book.erase(placed)
+            positions[:count] = [start + k for start in starts]
+            slots[:] = placed + padding[0]
+            lengths[:] = [start + k + 1 for start in starts] + padding[1]
+        for b, (start, table) in enumerate(zip(starts, tables, strict=True)):
             self._tables[b, : len(table)] = table
-            book.erase(slots[1:])
-            blocks = max(blocks, int(positions[-1]) // S + 1)
-        for host_rows, device_rows in zip(self._places, self._device_places, strict=True):
-            for host, device in zip(host_rows[1:], device_rows[1:], strict=True):
-                upload(device, host)
-        upload(self._device_tables, self._tables)
-        upload(self._rows, batch.padded_rows)
-        upload(self._count, np.array([len(batch.sequences)], np.int32))
+            blocks = max(blocks, (start + self._K - 2) // S + 1)
+        self._inputs.views["rows"][:], self._inputs.views["count"][0] = batch.padded_rows, count
+        self._inputs.upload()
         self._picks.place(batch.sequences)
-        found: tuple[list[Tensor], list[Tensor]] = self._captured(states, num_blocks=blocks)
-        return found
+        self._captured(states, num_blocks=blocks)
+        return self._guesses.read()
 
-    def _guesses(self, states: Tensor, num_blocks: int | UOp = 1) -> tuple[list[Tensor], list[Tensor]]:
-        """All guesses, each from the one before and the state that it came from: one capture."""
-        found = [self._guess(0, states[self._rows].contiguous().realize())]
-        for k in range(1, len(self._places[0])):
-            token, _, state = found[-1]
+    def _run(self, states: Tensor, num_blocks: int | UOp = 1) -> Tensor:
+        """All guesses, each from the one before and the state that it came from: one capture. The last state."""
+        x = states[self._inputs.tensors["rows"]].contiguous().realize()
+        token = self._guess(0, x)
+        for k in range(1, self._K):
             batch = self._batch(k, token, num_blocks)
             angles = self._rope[batch.positions].contiguous()
-            found.append(self._guess(k, self._heads.layer(token, self._heads.feed(state), batch, self._pool.layers[0], angles).realize()))
-        return [token for token, _, _ in found], [confidence for _, confidence, _ in found]
+            x = self._heads.layer(token, self._heads.feed(x), batch, self._pool.layers[0], angles).realize()
+            token = self._guess(k, x)
+        return x
 
-    def _guess(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Token int32 [B] and probability float32 [B] of guess k, and its state x [B, E]."""
-        logits, best = self._heads.logits(x, self._samples, self._count)
+    def _guess(self, k: int, x: Tensor) -> Tensor:
+        """Token int32 [B] of guess k, from its state x [B, E]."""
+        logits, best = self._heads.logits(x, self._inputs.tensors["samples"], self._inputs.tensors["count"])
         Tensor.realize(logits, *([] if best is None else [best]))
-        token, confidence = self._picks.pick(k, logits, best)
-        Tensor.realize(token, confidence)
-        return token, confidence, x
+        token, probability = self._picks.pick(k, logits, best)
+        self._guesses.put(k, token.realize(), probability)
+        return token
 
     def _batch(self, k: int, tokens: Tensor, num_blocks: int | UOp) -> Batch:
-        positions, slots, lengths = (rows[k] for rows in self._device_places)
+        tensors = self._inputs.tensors
+        positions, slots, lengths = (tensors[f"{name} {k}"] for name in _PLACES)
+        tables, count = tensors["tables"].reshape(self._tables.shape), tensors["count"]
         return Batch(
-            tokens, positions, slots, self._device_tables, self._starts, lengths, self._count, self._count, self._chunks, self._samples,
-            self._count, num_blocks, num_decodes=int(tokens.shape[0]), max_query=1,
+            tokens, positions, slots, tables, tensors["starts"], lengths, count, count, tensors["chunks"], tensors["samples"], count,
+            num_blocks, num_decodes=int(tokens.shape[0]), max_query=1,
         )  # fmt: skip
 
 
@@ -325,9 +324,11 @@ class EntryBook:
         self._keys[self._slots(sequence, start, stop)] = _keys_of(sequence, start, stop)
         self._ends[sequence.sequence_id] = stop, sequence.num_preemptions
 
-    def erase(self, slots: np.ndarray) -> None:
+    def erase(self, slots: list[int]) -> None:
         """Entries of guesses are written there; slots of the drafter's own blocks are not in the book."""
-        self._keys[slots[slots < len(self._keys)]] = -1
+        for slot in slots:
+            if slot < len(self._keys):
+                self._keys[slot] = -1
 
     def _slots(self, sequence: Sequence, start: int, stop: int) -> np.ndarray:
         first = start // self._S
@@ -341,13 +342,10 @@ def _keys_of(sequence: Sequence, start: int, stop: int) -> np.ndarray:
     return np.arange(start, stop, dtype=np.int64) << 32 | np.asarray(sequence.token_ids(start, stop), np.int64)
 
 
-def _laid_out(entries: _Entries) -> list[tuple[Scheduled, int]]:
-    """Entries of a step, each with its first row of the target's states."""
-    sequence = cast(Sequence, _NextTokens(entries.sequence))
-    start, count = entries.start, entries.count
-    if count > _MAX_SINGLES:
-        return [(Scheduled(sequence, start, count, 0), entries.state_row(start))]
-    return [(Scheduled(sequence, p, 1, 0), entries.state_row(p)) for p in range(start, start + count)]
+def _laid_out(entries: _Entries) -> Scheduled:
+    """Entries of a step: few are rows of one token each, as a token and its drafts are; more are a chunk."""
+    sequence, start, count = cast(Sequence, _NextTokens(entries.sequence)), entries.start, entries.count
+    return Scheduled(sequence, start, count, 0, tuple(sequence.token_ids(start + 1, start + count)) if count <= _MAX_SINGLES else ())
 
 
 def _split(missing: list[_Entries]) -> list[list[_Entries]]:

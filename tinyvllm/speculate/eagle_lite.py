@@ -22,7 +22,7 @@ from tinyvllm.runner.runner import Runner
 from tinyvllm.sampling.parameters import SamplingFlags
 from tinyvllm.speculate.head_files import SPEAKER
 from tinyvllm.speculate.last_states import Guessing, LastStates
-from tinyvllm.speculate.picks import Picks
+from tinyvllm.speculate.picks import Guesses, Picks
 from tinyvllm.speculate.protocol import FINAL, StateRows
 
 DEFAULT_ALPHA = 0.5
@@ -44,6 +44,7 @@ class _Guesser:
     states: Tensor
     count: Tensor  # int32 [1]
     picks: Picks
+    guesses: Guesses
     captured: Captured
 
 
@@ -84,7 +85,7 @@ class EagleLiteDrafter(LastStates):
     def _drop(self) -> None:
         self._guessers.clear()
 
-    def _guess(self, batch: Guessing) -> tuple[Row[Tensor], Row[Tensor]]:
+    def _guess(self, batch: Guessing) -> tuple[np.ndarray, np.ndarray]:
         B, K = batch.bucket, batch.K
         if (B, K, batch.flags) not in self._guessers:
             self._guessers[B, K, batch.flags] = self._new_guesser(batch)
@@ -96,19 +97,19 @@ class EagleLiteDrafter(LastStates):
             states[:, b] = pair.last + factors[:, None] * (pair.last - pair.before)
         upload(guesser.states, states.reshape(K * B, self._E))
         guesser.picks.place(batch.sequences)
-        found: tuple[list[Tensor], list[Tensor]] = guesser.captured()
-        return found
+        guesser.captured()
+        return guesser.guesses.read()
 
     def _new_guesser(self, batch: Guessing) -> _Guesser:
         B, K = batch.bucket, batch.K
         states = copied(np.zeros((K * B, self._E), np.float32), self._device)
         count = copied(np.array([K * B], np.int32), self._device)
-        picks = Picks(B, K, batch.flags, self._V, self._device)
+        picks, guesses = Picks(B, K, batch.flags, self._V, self._device), Guesses(K, B, self._device)
 
-        def function() -> tuple[list[Tensor], list[Tensor]]:
+        def function() -> Tensor:
             logits = linear(states, self._head, count).contiguous().realize()
-            guesses = [picks.pick(k, logits[k * B : (k + 1) * B].contiguous().realize(), None) for k in range(K)]
-            Tensor.realize(*(part for guess in guesses for part in guess))
-            return [token for token, _ in guesses], [confidence for _, confidence in guesses]
+            for k in range(K):
+                guesses.put(k, *picks.pick(k, logits[k * B : (k + 1) * B].contiguous().realize(), None))
+            return logits
 
-        return _Guesser(states, count, picks, Captured(function))
+        return _Guesser(states, count, picks, guesses, Captured(function))

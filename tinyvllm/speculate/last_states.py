@@ -13,7 +13,6 @@ from itertools import product
 import numpy as np
 from tinygrad import Tensor
 
-from tinyvllm.bridge import download
 from tinyvllm.errors import ArgumentError
 from tinyvllm.request import Sequence
 from tinyvllm.runner.prepare import Shape, decode_bucket, power_bucket
@@ -90,10 +89,10 @@ class LastStates:
         K = self._count(max(requests[n].max_drafts for n in ready))
         rows = [self._kept[sequence.sequence_id][0] for sequence in sequences]
         batch = Guessing(sequences, rows, K, flags, decode_bucket(len(sequences)))
-        tokens, confidences = (np.stack([download(part) for part in parts]) for parts in self._guess(batch))
+        tokens, probabilities = self._guess(batch)
         for b, n in enumerate(ready):
             k = min(K, requests[n].max_drafts)
-            drafts[n] = Draft(tokens[:k, b].tolist(), np.clip(np.nan_to_num(confidences[:k, b]), 0, 1).tolist())
+            drafts[n] = Draft(tokens[:k, b].tolist(), probabilities[:k, b].tolist())
         return drafts
 
     def capture(self, shape: Shape, states: Tensor | None) -> None:
@@ -146,6 +145,6 @@ class LastStates:
         """Store a row for each of `rows`, in their order, that of its last token."""
         raise NotImplementedError
 
-    def _guess(self, batch: Guessing) -> tuple[Row[Tensor], Row[Tensor]]:
-        """Tokens int32 [bucket] of each of K guesses and their probabilities float32 [bucket], in buffers."""
+    def _guess(self, batch: Guessing) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens int32 [K, bucket] of K guesses, and their probabilities float32 [K, bucket]."""
         raise NotImplementedError

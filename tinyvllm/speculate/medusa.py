@@ -22,12 +22,13 @@ from tinyvllm.foreign import MAX_LAYERS
 from tinyvllm.models.config import WeightRecipe
 from tinyvllm.models.projections import Product
 from tinyvllm.ops.linear import linear
+from tinyvllm.runner.arrays import PackedArrays
 from tinyvllm.runner.prepare import Shape, decode_bucket
 from tinyvllm.runner.runner import Runner
 from tinyvllm.sampling.parameters import SamplingFlags
 from tinyvllm.speculate.head_files import MAX_DRAFTS, SPEAKER, HeadFile, Target, expect_equal, head_recipe, load_head_products
 from tinyvllm.speculate.last_states import Guessing, LastStates
-from tinyvllm.speculate.picks import Picks
+from tinyvllm.speculate.picks import Guesses, Picks
 from tinyvllm.speculate.protocol import FINAL, StateRows
 
 _KEYS = (
@@ -98,10 +99,9 @@ def load_medusa(file: HeadFile, runner: Runner) -> list[MedusaHead]:
 class _Guesser:
     """The captured guesses of B rows and K heads, and their inputs."""
 
-    rows: Tensor  # int32 [B], of the kept states
-    newest: Tensor  # int32 [B], the newest token of each row
-    count: Tensor  # int32 [1]
+    inputs: PackedArrays  # rows [B] of the kept states, the newest token [B] of each, and their count [1]
     picks: Picks
+    guesses: Guesses
     captured: Captured
 
 
@@ -141,40 +141,39 @@ class MedusaDrafter(LastStates):
         upload(index, np.array([*rows, *[0] * (R - len(rows))], np.int32))
         self._states = gather(states)
 
-    def _guess(self, batch: Guessing) -> tuple[Row[Tensor], Row[Tensor]]:
+    def _guess(self, batch: Guessing) -> tuple[np.ndarray, np.ndarray]:
         assert self._states is not None
         key = int(self._states.shape[0]), batch.bucket, batch.K, batch.flags
         if key not in self._guessers:
             self._guessers[key] = self._new_guesser(batch)
         guesser = self._guessers[key]
-        newest = np.zeros(batch.bucket, np.int32)
-        newest[: len(batch.sequences)] = [sequence.token_at(len(sequence) - 1) for sequence in batch.sequences]
-        for tensor, values in ((guesser.rows, batch.padded_rows), (guesser.newest, newest)):
-            upload(tensor, values)
-        upload(guesser.count, np.array([len(batch.sequences)], np.int32))
+        views, count = guesser.inputs.views, len(batch.sequences)
+        views["rows"][:], views["count"][0] = batch.padded_rows, count
+        views["newest"][:count] = [sequence.token_at(len(sequence) - 1) for sequence in batch.sequences]
+        guesser.inputs.upload()
         guesser.picks.place(batch.sequences)
-        found: tuple[list[Tensor], list[Tensor]] = guesser.captured(self._states)
-        return found
+        guesser.captured(self._states)
+        return guesser.guesses.read()
 
     def _new_guesser(self, batch: Guessing) -> _Guesser:
         B, K, V = batch.bucket, batch.K, self._vocab_size
-        rows, newest, count = (copied(np.zeros(n, np.int32), self._device) for n in (B, B, 1))
-        picks = Picks(B, K, batch.flags, V, self._device)
+        inputs = PackedArrays({"rows": B, "newest": B, "count": 1}, self._device)
+        rows, newest, count = (inputs.tensors[name] for name in ("rows", "newest", "count"))
+        picks, guesses = Picks(B, K, batch.flags, V, self._device), Guesses(K, B, self._device)
 
-        def function(states: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        def function(states: Tensor) -> list[Tensor]:
             x = states[rows].contiguous()
             tokens: list[Tensor] = []
-            confidences: list[Tensor] = []
             for k, head in enumerate(self._heads[:K]):
                 logits = head(x, count)
                 if self.excludes:
                     logits = _without(logits, [newest, *tokens])
                 token, confidence = picks.pick(k, logits.realize(), None)
                 tokens.append(token.realize())
-                confidences.append(confidence.realize())
-            return tokens, confidences
+                guesses.put(k, token, confidence)
+            return tokens
 
-        return _Guesser(rows, newest, count, picks, Captured(function))
+        return _Guesser(inputs, picks, guesses, Captured(function))
 
 
 class MedusaLiteDrafter(MedusaDrafter):

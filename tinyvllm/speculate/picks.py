@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.bridge import copied, upload
+from tinyvllm.bridge import copied, download, spans, upload
+from tinyvllm.integers import round_up
 from tinyvllm.ops import sample as ops
 from tinyvllm.request import SamplingParams, Sequence
+from tinyvllm.runner.arrays import ALIGNMENT
 from tinyvllm.sampling.draw import Draw, Tables
 from tinyvllm.sampling.parameters import Column, SamplingFlags, flags_of, parameter_row
 
@@ -53,10 +55,13 @@ class Picks:
         if not flags.sampled:
             return
         width = len(Column)
-        self._host = np.zeros((K, B, width), np.int32)
-        self._device = [copied(rows, device) for rows in self._host]  # one a guess: a draw advances the positions in its own
+        size = round_up(B * width, ALIGNMENT)
+        self._flat = np.zeros((K, size), np.int32)
+        self._host = self._flat[:, : B * width].reshape(K, B, width)
+        self._device = copied(self._flat, device)
+        lines = spans(self._device, [(k * size, B * width) for k in range(K)])  # one a guess: a draw advances the positions in its own
         steps, tables = ops.search_steps(device), Tables(None, None, None, 0)
-        self._draws = [Draw(flags, tables, rows, None, steps) for rows in self._device]
+        self._draws = [Draw(flags, tables, rows.reshape(B, width), None, steps) for rows in lines]
 
     def place(self, sequences: Row[Sequence]) -> None:
         """Row b guesses the next tokens of sequences[b]; further rows are padding."""
@@ -67,8 +72,7 @@ class Picks:
             self._host[:, b] = row
             self._host[:, b, Column.POSITION] = len(sequence.output_token_ids) + np.arange(len(self._host))
         self._host[:, len(sequences) :] = parameter_row(_GREEDY, SamplingFlags(), 0, 0, self._V)
-        for device, host in zip(self._device, self._host, strict=True):
-            upload(device, host)
+        upload(self._device, self._flat)
 
     def pick(self, k: int, logits: Tensor, best: Tensor | None) -> tuple[Tensor, Tensor]:
         """The target's tokens int32 [B] of guess k and the head's probability of each float32 [B]; logits [B, V'] is a realized buffer.
@@ -91,8 +95,28 @@ class Picks:
         return (index < 0).where(-float("inf"), logits[:, index.maximum(0)]).contiguous().realize()
 
 
+class Guesses:
+    """K guesses of B rows, tokens and probabilities, in one buffer that a captured function writes and the host reads at once."""
+
+    def __init__(self, K: int, B: int, device: str):
+        self._K, self._B, self._pitch = K, B, round_up(B, ALIGNMENT)
+        self._buffer = copied(np.zeros((2, K, self._pitch), np.int32), device)
+        self._rows = spans(self._buffer, [(row * self._pitch, B) for row in range(2 * K)])
+
+    def put(self, k: int, token: Tensor, probability: Tensor) -> None:
+        """Guess k of each row, within a captured function: int32 [B] and float32 [B]."""
+        own = self._rows[k], self._rows[self._K + k]
+        Tensor.realize(own[0].assign(token), own[1].assign(probability.bitcast(dtypes.int32)))
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens int32 [K, B] and probabilities float32 [K, B], once they are there."""
+        tokens, probabilities = download(self._buffer)[:, :, : self._B]
+        return tokens, probabilities.view(np.float32)
+
+
 def _probability(logits: Tensor, tokens: Tensor) -> Tensor:
-    """softmax(logits)[token] of each row, float32 [B], in one sum over the vocabulary."""
+    """softmax(logits)[token] of each row, float32 [B], in one sum over the vocabulary; 0 where it is no number."""
     B = int(logits.shape[0])
     drawn = logits.gather(1, tokens.cast(dtypes.int32).reshape(B, 1)).contiguous()
-    return ((logits - drawn).exp().sum(1)).reciprocal().contiguous()
+    share = ((logits - drawn).exp().sum(1)).reciprocal()
+    return (share > 0).where(share, 0.0).contiguous()
