@@ -203,6 +203,7 @@ def test_many_callers(one_by_one, tiny_model):
 def test_a_reused_decode_copies_only_what_changed(tiny_model, monkeypatch, rounds, params):
     """A step of unchanged decodes copies its round and, for a sequence with a new block, that block and its slot; never the whole batch."""
     from tinyvllm.runner import prepare, runner
+    from tinyvllm.runner.arrays import PackedArrays
     from tinyvllm.sampling import sampler
 
     copies: list[tuple[str, int]] = []
@@ -231,6 +232,7 @@ def test_a_reused_decode_copies_only_what_changed(tiny_model, monkeypatch, round
         engine.step()  # the first step of decodes only is laid out completely
         for module, name in ((prepare, "batch"), (runner, "round"), (sampler, "sampler")):
             watch(module, name)
+        monkeypatch.setattr(PackedArrays, "upload", lambda arrays: copies.append(("batch", arrays.host.size)))
         watch_parts(prepare.upload_parts)
         grown = 0
         for _ in range(14 // rounds):

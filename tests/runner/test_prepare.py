@@ -106,18 +106,19 @@ def test_all_rows_are_sampled_where_all_are_wanted():
 def uploads(monkeypatch):
     """What is copied to the device, as the number of int32s."""
     from tinyvllm.runner import prepare
+    from tinyvllm.runner.arrays import PackedArrays
 
-    seen, upload, upload_parts = [], prepare.upload, prepare.upload_parts
+    seen, upload, upload_parts = [], PackedArrays.upload, prepare.upload_parts
 
-    def spy(tensor, array, start=0):
-        seen.append(array.size)
-        upload(tensor, array, start)
+    def spy(arrays):
+        seen.append(arrays.host.size)
+        upload(arrays)
 
     def spy_parts(tensor, mirror, parts):
         seen.extend(stop - start for start, stop in parts if stop > start)
         upload_parts(tensor, mirror, parts)
 
-    monkeypatch.setattr(prepare, "upload", spy)
+    monkeypatch.setattr(PackedArrays, "upload", spy)
     monkeypatch.setattr(prepare, "upload_parts", spy_parts)
     return seen
 

@@ -60,7 +60,7 @@ from tinyvllm.bridge.hooks import DeviceCopies, DeviceHooks, ImportedPages, Queu
 from tinyvllm.bridge.kept import KeptStep, KeptSteps, StepNotes
 from tinyvllm.bridge.kernel_times import KernelTime, KernelTimer, kernel_timer, start_timing, stop_timing
 from tinyvllm.bridge.lazy_init import uninitialized
-from tinyvllm.bridge.memory import Reading, download, host_address, opaque_memory, peek, read_async, upload, upload_parts
+from tinyvllm.bridge.memory import Reading, download, host_address, opaque_memory, peek, read_async, resident, upload, upload_parts
 from tinyvllm.bridge.metal import from_objc_string, metal_bindings, metal_buffer_over, to_objc_string
 from tinyvllm.bridge.names import Unkept, define_process_tensor, name_process_tensor
 from tinyvllm.bridge.node import Program, code_address, launch_program, load_object, load_program, run_program
@@ -80,7 +80,7 @@ __all__ = [
     "forbid_tensor_cores", "from_objc_string", "has_graph", "host_address", "install_hooks", "kernel_timer", "launch_program",
     "load_object", "load_program", "mapped", "metal_bindings", "metal_buffer_over", "name_process_tensor", "opaque_memory", "opened_device",
     "peek", "prefer_device", "profiling", "raise_memory_errors", "read_async", "recover_device", "release_deferred", "remove_hooks",
-    "render_bfloat16_as_bits", "repeat", "replace_copy_in", "run_program", "scatter_add", "share_programs", "shared_zeros", "spans",
-    "start_timing", "stop_timing", "store_kv", "store_packed_kv", "suppress_finalizing", "synchronize", "time_generated_kernels",
+    "render_bfloat16_as_bits", "repeat", "replace_copy_in", "resident", "run_program", "scatter_add", "share_programs", "shared_zeros",
+    "spans", "start_timing", "stop_timing", "store_kv", "store_packed_kv", "suppress_finalizing", "synchronize", "time_generated_kernels",
     "tinygrad_setting", "tinygrad_settings", "to_objc_string", "uninitialized", "upload", "upload_parts", "use_c_compiler", "use_graph",
 ]  # fmt: skip

@@ -57,6 +57,7 @@ class Speculation:
             None  # the output of a sequence of the last step, and its length until which nothing is called
         )
         self._lookup = drafter if isinstance(drafter, LookupDrafter) else None
+        self._states = drafter if isinstance(drafter, StateDrafter) else None  # once: such a test of a protocol takes 40 us
         self._watch = Watch(self._lookup) if self._lookup is not None and controller.pauses else None
         self._ended: list[Sequence] = []  # sequences that the drafter has not forgotten yet
         self._learns = False  # there is something for `_learn_past`
@@ -190,7 +191,7 @@ class Speculation:
     @property
     def reads_states(self) -> bool:
         """Whether the drafter reads the hidden states of every step."""
-        return isinstance(self.drafter, StateDrafter)
+        return self._states is not None
 
     def capture(self, shape: Shape, states: Tensor | None) -> None:
         """Let a drafter that runs on the device capture what belongs to steps of a shape, the last of which has these hidden states."""
@@ -231,11 +232,11 @@ class Speculation:
 
     def take_states(self, inputs: PreparedStep, states: Tensor) -> None:
         """Hand the hidden states of a step to a drafter that reads them, without rows of rejected drafts and of ended sequences."""
-        if self.on and isinstance(self.drafter, StateDrafter):
+        if self.on and self._states is not None:
             alive = [(entry, row) for entry, row in inputs.entries if not entry.sequence.finished]
             rows = [StateRows(e.sequence, e.start, row, e.num_tokens - len(e.drafts) + num_confirmed(e)) for e, row in alive]
             with _Guard(self, "observe_states"):
-                self.drafter.observe_states(states, rows)
+                self._states.observe_states(states, rows)
 
     def timed(self, num_rows: int, seconds: float) -> None:
         """A step of `num_rows` rows, all of decodes and drafts, took so long."""

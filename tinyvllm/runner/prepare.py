@@ -144,12 +144,13 @@ class StepInputs:
 
     def _allocate(self, sizes: dict[str, int], device: str) -> None:
         """One host array and one device buffer with all arrays in them, and a view of each array as an attribute and as a tensor."""
-        arrays = PackedArrays(sizes, device)
+        self._arrays = arrays = PackedArrays(sizes, device)
         self._host, self._starts, self._device, self._tensors = arrays.host, arrays.starts, arrays.device, arrays.tensors
         for name, view in arrays.views.items():
             setattr(self, name, view)
         table = self.shape.sequences, self.width
         self.block_tables = self.block_tables.reshape(table)
+        self.query_starts[: self.shape.decodes + 1] = np.arange(self.shape.decodes + 1)
         self._tensors["block_tables"] = self._tensors["block_tables"].reshape(table)
 
     @property
@@ -186,8 +187,8 @@ class StepInputs:
         drafted = num_rows > len(singles)
         if not chunks and not drafted and self._device_holds(singles):
             return self.reuse(singles, block_size)
-        self.tokens[:], self.positions[:], self.slots[:] = 0, 0, NO_SLOT
-        self.context_lens[:] = 0
+        self._host[: self._starts["shared_prefix_lens"]] = 0  # the arrays before it
+        self.slots[:] = NO_SLOT
         self._lay_singles(singles, block_size)
         end = self._lay_chunks(chunks, block_size)
         self.rows[0] = end if chunks else num_rows
@@ -197,7 +198,7 @@ class StepInputs:
         self._measure_shared(num_rows, block_size)
         self._row_of = {} if chunks or drafted else {entry.sequence.sequence_id: b for b, entry in enumerate(singles)}
         self._advanced = 0
-        upload(self._device, self._host)
+        self._arrays.upload()
         return max((len(entry.sequence.block_table) for entry in (*singles, *chunks)), default=1)
 
     def mark_advanced(self, rounds: int) -> None:
@@ -267,8 +268,7 @@ class StepInputs:
             positions += rows
         count = len(tokens)
         self.tokens[:count], self.positions[:count], self.slots[:count] = tokens, positions, slots
-        self.context_lens[:count] = self.positions[:count] + 1
-        self.query_starts[: self.shape.decodes + 1] = np.arange(self.shape.decodes + 1)
+        self.context_lens[:count] = [position + 1 for position in positions]
 
     def _lay_chunks(self, chunks: list[Scheduled], block_size: int) -> int:
         """The tokens of all chunks, one after another from row `decodes` on; returns the end of the last."""
@@ -300,17 +300,32 @@ class StepInputs:
 
     def _measure_shared(self, count: int, block_size: int) -> bool:
         """Fill `shared_prefix_lens`: the first `count` rows from the block table, the others 0. Returns whether anything changed."""
-        before, tables = self.shared_prefix_lens.copy(), self.block_tables[:count]
-        self.shared_prefix_lens[:] = 0
-        self._sharing = self._cascade and bool((tables[1:, 0] == tables[:-1, 0]).any())
-        if self._sharing:
-            full = (self.context_lens[:count] - 1) // block_size  # a draft's row is not all in common with the row before it
-            both = np.minimum(full[1:], full[:-1])  # what follows may belong to a sequence that had the row before
-            width = int(both.max())
-            differ = np.ones((count - 1, width + 1), np.bool_)
-            differ[:, :width] = tables[1:, :width] != tables[:-1, :width]
-            self.shared_prefix_lens[1:count] = np.minimum(differ.argmax(1), both) * block_size
-        return not np.array_equal(before, self.shared_prefix_lens)
+        full = ((self.context_lens[:count] - 1) // block_size).tolist()  # a draft's row is not all in common with the row before it
+        tables = self._tables
+        blocks, others = [0] * len(self.shared_prefix_lens), list[int]()
+        self._sharing = False
+        for b in range(1, count if self._cascade else 0):
+            if tables[b][0] == tables[b - 1][0]:
+                self._sharing = True
+                blocks[b] = min(full[b], full[b - 1])  # what follows may belong to a sequence that had the row before
+                if tables[b] is not tables[b - 1]:
+                    others.append(b)
+        if others:
+            self._compare_tables(others, blocks)
+        lengths = [block_size * n for n in blocks]
+        if lengths == self.shared_prefix_lens.tolist():
+            return False
+        self.shared_prefix_lens[:] = lengths
+        return True
+
+    def _compare_tables(self, rows: list[int], blocks: list[int]) -> None:
+        """Lower the `blocks` of these rows to those that each has in common with the row before."""
+        widths = np.array([blocks[b] for b in rows])
+        width, index = int(widths.max()), np.array(rows)
+        differ = np.ones((len(rows), width + 1), np.bool_)
+        differ[:, :width] = self.block_tables[index, :width] != self.block_tables[index - 1, :width]
+        for b, common in zip(rows, np.minimum(differ.argmax(1), widths).tolist(), strict=True):
+            blocks[b] = common
 
     def _lay_table(self, b: int, table: list[int]) -> int:
         """Write the new blocks of a row's table; returns how many there are."""
@@ -322,7 +337,7 @@ class StepInputs:
 
 
 def _array_sizes(shape: Shape, M: int, all_rows: bool) -> dict[str, int]:
-    """int32s of each array. Those that change from decode to decode are adjacent."""
+    """int32s of each array. Those that change from decode to decode are adjacent, and come first."""
     T, B = shape.tokens, shape.sequences
     sizes = {"tokens": T, "positions": T, "slots": T, "context_lens": B, "shared_prefix_lens": B, "query_starts": B + 1}
     return sizes | {

@@ -27,7 +27,7 @@ from tinyvllm.bridge import Captured, copied
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.rope import rope_table
 from tinyvllm.request import Sequence
-from tinyvllm.runner.arrays import PackedArrays
+from tinyvllm.runner.arrays import PackedArrays, aligned
 from tinyvllm.runner.kv import BlockShape, KVPool
 from tinyvllm.runner.memory import DrafterMemory
 from tinyvllm.runner.prepare import Shape, StepInputs, decode_bucket, shape_of
@@ -237,29 +237,28 @@ class _Chain:
         self._heads, self._pool, self._rope, self._picks = heads, pool, rope, picks
         B, K = batch.bucket, batch.K
         self._K, self._guesses = K, Guesses(K, B, pool.device)
-        places = {f"{name} {k}": B for k in range(1, K) for name in _PLACES}
+        self._pitch = aligned(B)
+        places = dict.fromkeys(_PLACES, (K - 1) * self._pitch)
         sizes = {"rows": B, "starts": B + 1, "samples": B, "count": 1, "chunks": 2, "tables": B * width}
-        self._inputs = PackedArrays(sizes | places, pool.device)
+        self._inputs = PackedArrays(places | sizes, pool.device)
         views = self._inputs.views
         views["starts"][:], views["samples"][:], views["chunks"][0] = range(B + 1), range(B), B
-        self._places = [[views[f"{name} {k}"] for name in _PLACES] for k in range(1, K)]
+        self._places = [views[name].reshape(K - 1, self._pitch) for name in _PLACES]
         self._tables = views["tables"].reshape(B, width)
         self._captured = Captured(self._run, {"num_blocks": (1, width)})
 
     def run(self, states: Tensor, batch: Guessing, tables: list[list[int]], book: EntryBook) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [K, B] and probabilities [K, B] of K guesses."""
-        S, count, blocks = self._pool.block_size, len(batch.sequences), 1
-        starts = [len(sequence) - 1 for sequence in batch.sequences]  # of the entries of guesses
-        padding = [NO_SLOT] * (batch.bucket - count), [0] * (batch.bucket - count)
-        for k, (positions, slots, lengths) in enumerate(self._places):
-            placed = [table[(start + k) // S] * S + (start + k) % S for start, table in zip(starts, tables, strict=True)]
+        S, K, count, blocks = self._pool.block_size, self._K, len(batch.sequences), 1
+        positions, slots, lengths = self._places
+        slots[:, count:], lengths[:, count:] = NO_SLOT, 0
+        for b, (sequence, table) in enumerate(zip(batch.sequences, tables, strict=True)):
+            start = len(sequence) - 1  # of the entries of guesses
+            placed = [table[p // S] * S + p % S for p in range(start, start + K - 1)]
             book.erase(placed)
-            positions[:count] = [start + k for start in starts]
-            slots[:] = placed + padding[0]
-            lengths[:] = [start + k + 1 for start in starts] + padding[1]
-        for b, (start, table) in enumerate(zip(starts, tables, strict=True)):
+            positions[:, b], slots[:, b], lengths[:, b] = range(start, start + K - 1), placed, range(start + 1, start + K)
             self._tables[b, : len(table)] = table
-            blocks = max(blocks, (start + self._K - 2) // S + 1)
+            blocks = max(blocks, (start + K - 2) // S + 1)
         self._inputs.views["rows"][:], self._inputs.views["count"][0] = batch.padded_rows, count
         self._inputs.upload()
         self._picks.place(batch.sequences)
@@ -287,7 +286,7 @@ class _Chain:
 
     def _batch(self, k: int, tokens: Tensor, num_blocks: int | UOp) -> Batch:
         tensors = self._inputs.tensors
-        positions, slots, lengths = (tensors[f"{name} {k}"] for name in _PLACES)
+        positions, slots, lengths = (self._inputs.span(name, (k - 1) * self._pitch, len(self._tables)) for name in _PLACES)
         tables, count = tensors["tables"].reshape(self._tables.shape), tensors["count"]
         return Batch(
             tokens, positions, slots, tables, tensors["starts"], lengths, count, count, tensors["chunks"], tensors["samples"], count,
@@ -321,7 +320,12 @@ class EntryBook:
     def write(self, sequence: Sequence, start: int, count: int) -> None:
         """Entries of these positions are written."""
         stop = start + count
-        self._keys[self._slots(sequence, start, stop)] = _keys_of(sequence, start, stop)
+        if count <= _MAX_SINGLES:  # numpy's calls take longer
+            table, S = sequence.block_table, self._S
+            for position, token in enumerate(sequence.token_ids(start, stop), start):
+                self._keys[table[position // S] * S + position % S] = position << 32 | token
+        else:
+            self._keys[self._slots(sequence, start, stop)] = _keys_of(sequence, start, stop)
         self._ends[sequence.sequence_id] = stop, sequence.num_preemptions
 
     def erase(self, slots: list[int]) -> None:

@@ -59,6 +59,7 @@ class LastStates:
             raise ArgumentError(f"{SPEAKER}: num_speculative_tokens={max_drafts} must be from 1 to {MAX_DRAFTS} for {self.method} heads")
         self.max_drafts, self._max_num_seqs = max_drafts, decode_bucket(max_num_seqs)
         self._guessed: set[int] = set()  # numbers of sequences for which guesses were captured ahead of time
+        self._flags: dict[int, SamplingFlags] = {}  # by sequence
         self._kept: dict[int, tuple[int, int]] = {}  # by sequence: the row of its last state, and that token's position
 
     def observe(self, sequence: Sequence, num_new: int) -> None:
@@ -66,6 +67,7 @@ class LastStates:
 
     def forget(self, sequence: Sequence) -> None:
         self._kept.pop(sequence.sequence_id, None)
+        self._flags.pop(sequence.sequence_id, None)
 
     def observe_states(self, states: Tensor, rows: Row[StateRows]) -> None:
         self._kept.clear()
@@ -85,7 +87,7 @@ class LastStates:
         sequences = [requests[n].sequence for n in ready]
         flags = SamplingFlags()
         for sequence in sequences:
-            flags |= guess_flags(sequence)
+            flags |= self._flags_of(sequence)
         K = self._count(max(requests[n].max_drafts for n in ready))
         rows = [self._kept[sequence.sequence_id][0] for sequence in sequences]
         batch = Guessing(sequences, rows, K, flags, decode_bucket(len(sequences)))
@@ -132,6 +134,11 @@ class LastStates:
     def _is_ready(self, sequence: Sequence) -> bool:
         kept = self._kept.get(sequence.sequence_id)
         return kept is not None and kept[1] == len(sequence) - 2
+
+    def _flags_of(self, sequence: Sequence) -> SamplingFlags:
+        if (known := self._flags.get(sequence.sequence_id)) is None:
+            known = self._flags[sequence.sequence_id] = guess_flags(sequence)
+        return known
 
     def _capture_keep(self, states: Tensor, shape: Shape, R: int) -> None:
         """Capture what `_keep` runs after a step of this shape, for R sequences."""

@@ -32,13 +32,15 @@ class CpuGraph(JobGraph):
     def __init__(self, linear: UOp | Sequence[Launch], input_uops: tuple[UOp, ...] = ()):
         super().__init__(linear, input_uops)
         team, words = host_address(solo_team()), []
-        self._starts: list[int] = []  # where each kernel's arguments start in the list
-        self._counts: list[int] = []  # of each kernel's buffers
-        for kernel in self.kernels:
+        self._inputs: list[tuple[int, int]] = []  # (place in the list, number of the input there)
+        self._values: dict[str, list[int]] = {}  # where the list has each variable
+        for j, kernel in enumerate(self.kernels):
             header, arguments = _encoded(kernel, team)
             words += header
-            self._starts.append(len(words))
-            self._counts.append(len(kernel.info.globals))
+            start = len(words)
+            self._inputs += [(start + position, i) for position, i in self.uop_replace[j]]
+            for i, v in self.var_vals_replace.get(j, ()):
+                self._values.setdefault(self.vars[v], []).append(start + len(kernel.info.globals) + i)
             words += arguments
         self._list = np.array(words, np.int64)
         self._pool = thread_pool()
@@ -50,12 +52,11 @@ class CpuGraph(JobGraph):
         return time.perf_counter() - start if wait else None
 
     def bind(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int]) -> None:
-        memory = self.memory_of(input_uops) if any(self.uop_replace) else []
-        for j, replace in enumerate(self.uop_replace):
-            for position, i in replace:
-                self._list[self._starts[j] + position] = memory[i].va_addr
-        for j, i, value in self.updated_vars(var_vals):
-            self._list[self._starts[j] + self._counts[j] + i] = value
+        memory = self.memory_of(input_uops) if self._inputs else []
+        for place, i in self._inputs:  # no loop over the kernels: 0.1 ms at 290
+            self._list[place] = memory[i].va_addr
+        for name, places in self._values.items():
+            self._list[places] = var_vals[name]
 
     @staticmethod
     def run(graphs: Sequence[CpuGraph], times: int) -> None:
