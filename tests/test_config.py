@@ -99,6 +99,12 @@ def test_options_under_the_names_of_vllm(tmp_path: Path) -> None:
         ({"tensor_parallel_size": 2, "device": "CUDA"}, ["tensor_parallel_size=2 runs on the CPU only", "device=CUDA"]),
         ({"tensor_parallel_size": 2, "swap_space": "1GiB"}, ["swap_space does not work with tensor_parallel_size=2"]),
         ({"tensor_parallel_size": 2, "speculative_config": "ngram"}, ["speculative_config does not work with tensor_parallel_size=2"]),
+        ({"tensor_parallel_size": 2, "prefix_cache_dir": tmp_path}, ["prefix_cache_dir does not work with tensor_parallel_size=2"]),
+        ({"tensor_parallel_size": 2, "async_scheduling": True}, ["async_scheduling does not work with tensor_parallel_size=2"]),
+        (
+            {"tensor_parallel_size": 2, "quantization": "q4_k", "imatrix": tmp_path / "i.dat"},
+            ["imatrix does not work with tensor_parallel_size=2"],
+        ),
         ({"tensor_parallel_size": 2, "num_scheduler_steps": 4}, ["num_scheduler_steps=4 is not supported with tensor_parallel_size=2"]),
         ({"enforce_eager": True}, ["enforce_eager=True", "nearest: warm_up"]),
         ({"num_gpu_blocks_override": 7, "num_blocks": 8}, ["num_gpu_blocks_override", "num_blocks", "one of them"]),

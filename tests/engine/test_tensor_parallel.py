@@ -18,9 +18,10 @@ from tests.engine.test_kernels import kernels
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import DEFAULT_MODEL
 from tinyvllm.distributed import ranks
-from tinyvllm.errors import KernelError, ModelError, RankError
+from tinyvllm.errors import KernelError, ModelError, RankError, RequestError
 
 PROMPTS = ["Once upon a time", "One day", "There was once a", "The"]
+GOLDEN = Path(__file__).parents[1] / "tiny" / "golden"
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=20, logprobs=3),
     SamplingParams(temperature=0.9, seed=3, max_tokens=20, logprobs=3),
@@ -58,6 +59,38 @@ def test_ranks_have_the_bits_of_one_process(size: int, quantization: str | None)
     np.testing.assert_array_equal(got_logits, logits)
 
 
+UNDIVIDED = {
+    "gemma2": "norms of outputs",
+    "gemma3": "norms of outputs",
+    "glm4": "norms of outputs",
+    "gpt2": "learned positions",
+    "granite": "a scaled residual stream",
+    "granite4": "a scaled residual stream",
+    "olmo2": "norms of q and k over all heads",
+    "olmo3": "norms of q and k over all heads",
+    "qwen3moe": "experts",
+    "qwen3moe-mixed": "experts",
+}
+
+
+def family_answers(name: str, size: int) -> list[Any]:
+    options = {"max_model_len": 128, "max_num_seqs": 2, "num_blocks": 32, "max_num_batched_tokens": 48, "skip_tokenizer_init": True}
+    with LLM(GOLDEN / name, device="CPU", tensor_parallel_size=size, **options) as llm:
+        prompts = [{"prompt_token_ids": [*range(5, 75)]}, {"prompt_token_ids": [7, 9, 11]}]
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=2))
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir() if path.is_dir()))
+def test_a_family_has_the_bits_of_one_process_or_is_refused(name: str) -> None:
+    if name in UNDIVIDED:
+        with pytest.raises(ModelError, match=f"models with {UNDIVIDED[name]} are not divided yet"):
+            family_answers(name, 2)
+    else:
+        assert family_answers(name, 2) == family_answers(name, 1)
+
+
 def start(llm: LLM) -> list[int]:
     """A request that runs on and on, in its first steps; the processes of the other ranks."""
     llm.engine.add("long", [1, 5, 9], SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True))
@@ -72,19 +105,44 @@ def run_on(llm: LLM) -> None:
         llm.engine.step()
 
 
-def test_a_rank_that_is_killed_or_hangs_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("sent", "limit", "reason"),
+    [
+        (signal.SIGKILL, None, r"rank 1 \(process \d+\) ended with code -9"),
+        (signal.SIGSTOP, "SILENT_SECONDS", r"rank 1 \(process \d+\) hangs: no heartbeat for \d+ s"),
+        (signal.SIGSTOP, "STEP_SECONDS", "a rank hangs: a step took more than 1 s"),
+    ],
+)
+def test_a_rank_that_is_killed_or_hangs_ends_the_engine(
+    sent: signal.Signals, limit: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not a step that waits for ever: the other ranks are ended, and each later step says why."""
-    for sent, reason in ((signal.SIGKILL, r"rank 1 \(process \d+\) ended with code -9"), (signal.SIGSTOP, "hangs")):
-        with open_ranks(2) as llm:
-            (pid,) = start(llm)
-            monkeypatch.setattr(ranks, "STEP_SECONDS", 1.0)
-            os.kill(pid, sent)
-            with pytest.raises(RankError, match=reason):
-                run_on(llm)
-            with pytest.raises(RankError, match=reason):
-                llm.engine.step()
-        assert not alive(pid)
-        monkeypatch.undo()
+    with open_ranks(2) as llm:
+        (pid,) = start(llm)
+        if limit is not None:
+            monkeypatch.setattr(ranks, limit, 1.0)
+        os.kill(pid, sent)
+        with pytest.raises(RankError, match=reason):
+            run_on(llm)
+        with pytest.raises(RankError, match=reason):
+            llm.engine.step()
+    assert not alive(pid)
+
+
+@pytest.mark.long
+def test_an_idle_rank_that_sends_heartbeats_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step runs for much longer than the silence that ends an engine."""
+    with open_ranks(2) as llm:
+        start(llm)
+        beats = []
+        receives = ranks.Ranks._receives
+        monkeypatch.setattr(ranks.Ranks, "_receives", lambda self, rank: beats.append(rank) or receives(self, rank))
+        monkeypatch.setattr(ranks, "SILENT_SECONDS", 5.0)
+        deadline = time.monotonic() + 60
+        while len(beats) * ranks.BEAT_SECONDS < 6:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        run_on(llm)
 
 
 def test_a_step_that_fails_in_rank_0_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,3 +193,12 @@ def test_what_cannot_be_divided_is_refused_by_name() -> None:
         open_ranks(8)
     with pytest.raises(KernelError, match="TINYVLLM_KERNELS"), kernels("ref"):
         open_ranks(2)
+    with pytest.raises(ModelError, match="models with norms of outputs are not divided yet"):
+        family_answers("gemma2", 2)
+
+
+def test_what_needs_hidden_states_is_refused() -> None:
+    with open_ranks(2) as llm:
+        with pytest.raises(RequestError, match="hidden states are not available with tensor_parallel_size above 1"):
+            llm.embed("One day")
+        assert llm.generate("One day", SamplingParams(max_tokens=1)), "that request alone has failed"

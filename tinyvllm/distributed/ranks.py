@@ -15,13 +15,14 @@ from typing import Any
 from tinyvllm.distributed.memory import SharedMemory
 from tinyvllm.errors import RankError
 
-STEP_SECONDS = 60.0  # after which a step counts as hanging; its first run compiles
+STEP_SECONDS = 60.0  # after which a step counts as hanging, though all ranks send heartbeats; its first run compiles
+SILENT_SECONDS = 10.0  # without a heartbeat, after which a rank counts as hanging
 START_SECONDS = 600.0  # to load the weights
-_POLL = 0.5
+BEAT_SECONDS = 0.5  # from one heartbeat of a rank to the next
 
 
 class Ranks:
-    """Ranks 1 to world_size - 1. A message is a line of JSON; a rank answers the first, when it is ready, and none after it."""
+    """Ranks 1 to world_size - 1. A message is a line of JSON. A rank sends a byte when it is ready, then one every BEAT_SECONDS."""
 
     def __init__(self, memory: SharedMemory, start: dict[str, Any], threads: int):
         self._memory, self._closing, self._since = memory, False, 0.0
@@ -111,16 +112,34 @@ class Ranks:
             return f"rank {rank} (process {process.pid}) ended its work"
 
     def _watch(self) -> None:
+        """Notice a rank that ends, stops or waits for ever. Time in which this process did not run itself does not count as silence."""
+        silent = dict.fromkeys(range(1, len(self._sockets) + 1), 0.0)
         with selectors.DefaultSelector() as selector:
             for rank, link in enumerate(self._sockets, start=1):
                 selector.register(link, selectors.EVENT_READ, rank)
             while not self._closing and self.failure is None:
-                for key, _ in selector.select(_POLL):
-                    if not self._closing:
-                        self._fail(self._ended(key.data))
-                since = self._since
-                if since and time.monotonic() - since > STEP_SECONDS:
-                    self._fail(f"a rank hangs: a step took more than {STEP_SECONDS:.0f} s")
+                start = time.monotonic()
+                alive = {key.data for key, _ in selector.select(BEAT_SECONDS) if self._receives(key.data)}
+                passed = min(time.monotonic() - start, BEAT_SECONDS)
+                silent = {rank: 0.0 if rank in alive else seconds + passed for rank, seconds in silent.items()}
+                self._check_progress(silent)
+
+    def _receives(self, rank: int) -> bool:
+        """Whether a rank whose socket is readable has sent heartbeats; it has ended otherwise."""
+        try:
+            alive = bool(self._sockets[rank - 1].recv(4096))
+        except OSError:
+            alive = False
+        if not alive and not self._closing:
+            self._fail(self._ended(rank))
+        return alive
+
+    def _check_progress(self, silent: dict[int, float]) -> None:
+        for rank, seconds in silent.items():
+            if seconds > SILENT_SECONDS and not self._closing:
+                self._fail(f"rank {rank} (process {self._processes[rank - 1].pid}) hangs: no heartbeat for {seconds:.0f} s")
+        if self._since and time.monotonic() - self._since > STEP_SECONDS:
+            self._fail(f"a rank hangs: a step took more than {STEP_SECONDS:.0f} s")
 
     def close(self) -> None:
         """End the ranks. Again: nothing."""

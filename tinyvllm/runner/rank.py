@@ -5,18 +5,22 @@ python -m tinyvllm.runner.rank SOCKET MEMORY    two open file descriptors, inher
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import signal
 import socket
 import sys
+import threading
+import time
 from typing import IO, Any
 
 import numpy as np
 
 from tinyvllm.config import EngineConfig, cache_folder
 from tinyvllm.distributed.memory import Layout, SharedMemory
+from tinyvllm.distributed.ranks import BEAT_SECONDS
 from tinyvllm.runner.device import start_device
 
 PR_SET_PDEATHSIG = 1
@@ -38,6 +42,7 @@ def main(socket_fd: int, memory_fd: int) -> None:
     group = rank_group(memory, start["rank"])
     runner = Runner(config, config.device, opened=open_model(config, config.device, group))
     link.sendall(b"+")
+    threading.Thread(target=send_heartbeats, args=(link,), name="tinyvllm-heartbeat", daemon=True).start()
     run(runner, memory, messages)
 
 
@@ -50,6 +55,14 @@ def run(runner: Any, memory: SharedMemory, messages: IO[bytes]) -> None:
         else:
             count = message["count"]
             runner.run_announced(message["shape"], message["all_rows"], np.array(memory.inputs[:count]), message["values"])
+
+
+def send_heartbeats(link: socket.socket) -> None:
+    """Tell rank 0 that this process is not stopped, until rank 0 ends."""
+    with contextlib.suppress(OSError):
+        while True:
+            time.sleep(BEAT_SECONDS)
+            link.sendall(b".")
 
 
 def end_with_parent() -> None:

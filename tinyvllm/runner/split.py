@@ -40,9 +40,8 @@ class Split:
 
     def __post_init__(self) -> None:
         c, world = self.config, self.group.world_size
-        whole = c.family != "gpt2" and not c.num_experts and not c.whole_qk_norm and not c.post_norms and c.residual_scale == 1.0
-        if not whole:
-            raise ModelError(f"tensor_parallel_size={world}: models of the family {c.family} are not divided yet; leave it out")
+        if reason := _undivided(c):
+            raise ModelError(f"tensor_parallel_size={world}: models with {reason} are not divided yet; leave it out")
         if c.n_heads % world or (c.n_kv_heads % world and world % c.n_kv_heads):
             raise ModelError(
                 f"tensor_parallel_size={world}: {c.n_heads} query heads and {c.n_kv_heads} key/value heads cannot be divided; use fewer"
@@ -103,6 +102,18 @@ class Split:
         begin, end = start // block * block, -(-(start + share.columns) // block) * block
         known = FORMATS[stored]
         return slice(begin // known.elements * known.nbytes, end // known.elements * known.nbytes)
+
+
+def _undivided(c: ModelConfig) -> str | None:
+    """What a model has that no rank can compute its part of; None if it can be divided."""
+    whole = {
+        "learned positions": c.family == "gpt2",
+        "experts": bool(c.num_experts),
+        "norms of q and k over all heads": c.whole_qk_norm,
+        "norms of outputs": c.post_norms,
+        "a scaled residual stream": c.residual_scale != 1.0,
+    }
+    return next((name for name, present in whole.items() if present), None)
 
 
 def taken(rows: np.ndarray, part: slice | None) -> np.ndarray:
