@@ -1,4 +1,4 @@
-"""`tinyvllm pull`, `list` and `remove` against a hub on loopback: the choice by size, broken connections, wrong bytes."""
+"""`tinyvllm pull`, `list` and `remove` against a hub on loopback: the choice by plan, broken connections, wrong bytes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.tiny.to_gguf import write_gguf
 from tests.weights.loopback_hub import COMMIT, REPOS, WEIGHTS, Hub, loopback_hub
+from tinyvllm import LLM
 
 ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "tiny" / "golden" / "llama2"
 SIZE = len(WEIGHTS)
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -31,30 +34,78 @@ def run(tmp_path: Path) -> Iterator[Run]:
         yield command
 
 
-def memory(files: float) -> list[str]:
-    """The option with room for this many files of SIZE bytes, and the tenth that stays free."""
-    return ["--memory", str(int(SIZE * files / 0.9) + 10)]
-
-
 def pulled(done: subprocess.CompletedProcess[str]) -> Path:
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.strip())
 
 
-@pytest.mark.parametrize(
-    ("room", "chosen"), [(1, "m-Q2_K.gguf"), (3, "m-Q4_K_M-00001-of-00002.gguf"), (4, "m-Q8_0.gguf"), (1000, "m-Q8_0.gguf")]
-)
-def test_the_largest_packed_model_that_fits_is_chosen(run: Run, room: int, chosen: str) -> None:
-    path = pulled(done := run("pull", "org/sizes", *memory(room)))
-    assert path.name == chosen and path.parent.name == COMMIT and path.read_bytes() == REPOS["org/sizes"][chosen]
-    assert f"tinyvllm --model org/sizes:{chosen}" in done.stderr
-    parts = [name for name in REPOS["org/sizes"] if name.startswith(chosen.removesuffix("-00001-of-00002.gguf"))]
-    assert sorted(Hub.fetched) == sorted(parts), "all parts, and nothing else"
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
+    """Repositories of one model: GGUF files in four formats; and its safetensors, with one of them."""
+    folder = tmp_path_factory.mktemp("models")
+    files = {}
+    for kind in ("Q4_0", "Q5_0", "Q8_0", "F16"):
+        write_gguf(GOLDEN, folder / f"m-{kind}.gguf", "llama", kind)
+        files[f"m-{kind}.gguf"] = (folder / f"m-{kind}.gguf").read_bytes()
+    plain = {path.name: path.read_bytes() for path in GOLDEN.iterdir() if path.suffix in (".json", ".safetensors")}
+    return {"org/fits": files, "org/both": plain | {"m-Q4_0.gguf": files["m-Q4_0.gguf"]}}
 
 
-def test_no_model_fits(run: Run) -> None:
-    done = run("pull", "org/sizes", *memory(0.5))
-    assert done.returncode == 1 and "no GGUF model of org/sizes fits: the smallest, m-Q2_K.gguf, has" in done.stderr and not Hub.fetched
+@pytest.fixture
+def fits(run: Run, models: dict[str, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch) -> Run:
+    for repo, files in models.items():
+        monkeypatch.setitem(REPOS, repo, files)
+    return run
+
+
+def needed(path: Path) -> int:
+    """Bytes that one sequence of the whole context takes of a machine, by a plan of the local files."""
+    memory = LLM.plan(path, device="cpu", memory="1G", speed=False).sizes.memory
+    return memory.fixed + (256 + 16) * memory.kv_token  # a context of 256 tokens, and the block that padded rows use
+
+
+def test_the_largest_model_that_fits_by_its_plan_is_chosen(fits: Run, models: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
+    """To the byte, with the KV cache of the context; only that model is downloaded, and of it and of larger ones the headers are read."""
+    (tmp_path / "m-Q8_0.gguf").write_bytes(models["org/fits"]["m-Q8_0.gguf"])
+    eight = needed(tmp_path / "m-Q8_0.gguf")
+    pull = ("pull", "org/fits", "--device", "cpu", "--memory")
+    for memory, chosen in ((eight - 1, "m-Q5_0.gguf"), (eight, "m-Q8_0.gguf")):
+        Hub.fetched.clear()
+        Hub.ranges.clear()
+        path = pulled(done := fits(*pull, str(memory)))
+        assert path.name == chosen and path.read_bytes() == models["org/fits"][chosen]
+        assert "what fits with the most bytes; plan: weights" in done.stderr and f"tinyvllm --model org/fits:{chosen}" in done.stderr
+        assert ("not org/fits:m-Q8_0.gguf" in done.stderr) == (chosen != "m-Q8_0.gguf"), done.stderr
+        assert "smaller ones fit, too: " in done.stderr and "m-Q4_0.gguf (" in done.stderr and "F16" not in done.stderr
+        assert {name for name, _, _ in Hub.ranges} == {"m-Q8_0.gguf", chosen}
+
+
+def test_a_shorter_context_needs_less(fits: Run, models: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
+    (tmp_path / "m-Q8_0.gguf").write_bytes(models["org/fits"]["m-Q8_0.gguf"])
+    room = needed(tmp_path / "m-Q8_0.gguf") - 100 * 256
+    done = fits("pull", "org/fits", "--device", "cpu", "--max-model-len", "128", "--memory", str(room))
+    assert pulled(done).name == "m-Q8_0.gguf"
+
+
+def test_no_model_fits(fits: Run) -> None:
+    done = fits("pull", "org/fits", "--device", "cpu", "--memory", "60M")
+    assert done.returncode == 1 and len(Hub.fetched) == len(Hub.ranges), "headers alone"
+    text = "no model of org/fits fits: of 3 the smallest, org/fits:m-Q4_0.gguf, would not start: memory: the weights need"
+    assert text in done.stderr
+
+
+def test_a_folder_is_preferred_where_it_fits(fits: Run, tmp_path: Path) -> None:
+    need = needed(GOLDEN)
+    pull = ("pull", "org/both", "--device", "cpu", "--memory")
+    assert (pulled(fits(*pull, str(need))) / "model.safetensors").is_file()
+    path = pulled(done := fits(*pull, str(need - 1)))
+    assert path.name == "m-Q4_0.gguf" and "not org/both (" in done.stderr and f"of {256} tokens" in done.stderr
+
+
+def test_a_split_model_is_all_its_parts(run: Run) -> None:
+    path = pulled(run("pull", "org/sizes:Q4_K_M"))
+    assert path.name == "m-Q4_K_M-00001-of-00002.gguf" and path.parent.name == COMMIT
+    assert sorted(Hub.fetched) == [name for name in sorted(REPOS["org/sizes"]) if "Q4_K_M" in name]
 
 
 def test_a_broken_connection_continues_where_it_ended(run: Run) -> None:

@@ -306,11 +306,15 @@ def _pull_parser() -> Parser:
     parser = _common(
         "pull",
         "Download a model from the hub into its local cache, and check its bytes. Prints the path. Continues an interrupted download.",
-        "Without a choice: the safetensors, or of GGUF files alone the largest model that fits this machine's memory.",
+        "Without a choice: the safetensors, or the largest GGUF model, that fits this machine by the arithmetic of plan, with the KV cache "
+        "of one sequence of the longest context.",
     )
     parser.add_argument("name", metavar="NAME", help="org/name, org/name:Q4_K_M or org/name:file.gguf")
     parser.add_argument("--revision", metavar="R", help="branch, tag or commit")
-    parser.add_argument("--memory", metavar="SIZE", help="choose for this much memory, such as 16GiB; default: what is free here")
+    parser.add_argument("--memory", metavar="SIZE", help="choose for this much free memory, such as 16GiB; default: this machine's")
+    _add(
+        parser, "engine (that the model is chosen for)", engine_options_among("--device", "--dtype", "--max-model-len", "--kv-cache-dtype")
+    )
     return parser
 
 

@@ -12,7 +12,8 @@ from tinyvllm.cli.tables import table
 from tinyvllm.config import parse_size, resolve
 
 if TYPE_CHECKING:
-    from tinyvllm.engine.tools.plan import Plan, Sizes, Speed
+    from tinyvllm.engine.tools.plan import Plan, Speed
+    from tinyvllm.engine.tools.plan_sizes import Sizes
 
 
 def run(options: argparse.Namespace) -> int:

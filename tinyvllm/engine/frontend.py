@@ -15,7 +15,9 @@ from tinyvllm.request import BeamSearchParams, RequestOptions, SamplingParams
 if TYPE_CHECKING:
     from tinyvllm.engine.energy import EngineEnergy
     from tinyvllm.engine.engine import Engine
+    from tinyvllm.engine.tools.hub_choice import Choice
     from tinyvllm.engine.tools.plan import Plan
+    from tinyvllm.engine.tools.plan_sizes import Sizes
 
 
 def start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
@@ -67,6 +69,22 @@ def plan_engine(config: EngineConfig, memory: int | None = None, speed: bool = T
 
     with DEVICE_LOCK:
         return make_plan(config, memory, speed, measure)
+
+
+def plan_memory(config: EngineConfig, memory: int | None = None) -> Sizes:
+    """What the engine of a configuration takes in memory: `plan_engine` without kernels and speed."""
+    from tinyvllm.engine.tools.plan import plan_sizes
+
+    with DEVICE_LOCK:
+        return plan_sizes(config, memory)
+
+
+def plan_download(config: EngineConfig, memory: int | None = None) -> Choice:
+    """Which model of a hub's repository fits the machine, or `memory` bytes: engine/tools/hub_choice.py. Only headers are fetched."""
+    from tinyvllm.engine.tools.plan import plan_pull
+
+    with DEVICE_LOCK:
+        return plan_pull(config, memory)
 
 
 def submit(

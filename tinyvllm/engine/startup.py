@@ -13,7 +13,7 @@ from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.config import EngineConfig, expand_home
 from tinyvllm.engine.drafter_memory import drafter_memory, log_division
 from tinyvllm.engine.prefix_store import PrefixStore
-from tinyvllm.engine.tools.plan import make_sizes
+from tinyvllm.engine.tools.plan_sizes import make_sizes
 from tinyvllm.errors import ModelError, OutOfMemoryError
 from tinyvllm.host_memory import headroom, is_out_of_memory
 from tinyvllm.scheduler import Scheduler, SchedulerLimits

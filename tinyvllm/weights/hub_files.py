@@ -1,7 +1,7 @@
-"""The files of a model on a hub: which there are, which of them fit, fetching them whole, and what the local cache holds.
+"""The files of a model on a hub: which there are, fetching them whole, and what the local cache holds.
 
 Through the package huggingface_hub, an extra: its cache, HF_ENDPOINT, HF_TOKEN, its progress bars; an interrupted download continues where
-it ended. What this adds: the choice of one GGUF model among many, and a check that the bytes of a file are those that the hub announces, by
+it ended. What this adds: the models among the files, and a check that the bytes of a file are those that the hub announces, by
 size and by SHA-256 where the hub has one (files in LFS or Xet: all weights).
 """
 
@@ -49,6 +49,15 @@ class Pull:
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files)
 
+    @property
+    def is_folder(self) -> bool:
+        return ":" not in self.name
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the name of a GGUF model says 16 or 32 bits."""
+        return _FLOATS.search(self.files[0].name) is not None
+
 
 @dataclass(frozen=True)
 class Held:
@@ -59,27 +68,30 @@ class Held:
     models: tuple[str, ...]
 
 
-def plan_pull(name: str, revision: str | None, room: int) -> Pull:
-    """What to fetch for "org/name", "org/name:Q4_K_M" or "org/name:file.gguf".
+def hub_models(name: str, revision: str | None) -> list[Pull]:
+    """What may be fetched for "org/name", "org/name:Q4_K_M" or "org/name:file.gguf", one model where there is a choice.
 
-    Without a choice: the safetensors; of a repository with GGUF files alone the largest model of at most `room` bytes, one in 16 or 32 bits
-    only where there is no other. ModelError if there is none, ArgumentError if `name` cannot be a hub's.
+    The folder with safetensors comes first, then the GGUF models, the largest first; those in 16 or 32 bits only where there are no others.
+
+    ModelError if there is none, ArgumentError if `name` cannot be a hub's.
     """
     parsed = parse_name(name)
     if parsed is None:
         raise ArgumentError(f"{_SPEAKER}: expected the name of a model on a hub, such as org/name or org/name:Q4_K_M, got {quoted(name)}")
     repo, choice = parsed
     commit, files = _listed(repo, revision)
-    folder = [file for file in files if _in_folder(file.name)]
-    if choice is None and any(file.name.endswith(".safetensors") for file in folder):
-        return Pull(repo, commit, repo, tuple(folder))
     models = gguf_models(files, gguf_patterns(choice) if choice is not None else ("*.gguf", "*.GGUF"))
-    if choice is None:
-        return _pull_of(repo, commit, _largest(models, repo, room))
-    if len(models) != 1:
+    if choice is not None and len(models) != 1:
         found = f"matches several models: {', '.join([*models][:6])}" if models else "matches no GGUF file"
         raise ModelError(f"{_SPEAKER}: {repo}:{choice} {found}; {_there(repo, files)}")
-    return _pull_of(repo, commit, *models.items())
+    packed = {name: parts for name, parts in models.items() if not _FLOATS.search(name)} or models
+    pulls = sorted((Pull(repo, commit, f"{repo}:{name}", parts) for name, parts in packed.items()), key=lambda pull: -pull.nbytes)
+    folder = tuple(file for file in files if _in_folder(file.name))
+    if choice is None and any(file.name.endswith(".safetensors") for file in folder):
+        pulls.insert(0, Pull(repo, commit, repo, folder))
+    if not pulls:
+        raise ModelError(f"{_SPEAKER}: {repo} has neither safetensors nor GGUF files")
+    return pulls
 
 
 def gguf_models(files: Iterable[HubFile], patterns: Sequence[str]) -> dict[str, tuple[HubFile, ...]]:
@@ -98,7 +110,7 @@ def fetch(pull: Pull) -> Path:
     is removed.
     """
     paths = [_fetched(pull, file) for file in pull.files]
-    if ":" in pull.name:
+    if not pull.is_folder:
         return paths[0]
     return next(path.parent for path, file in zip(paths, pull.files, strict=True) if "/" not in file.name)
 
@@ -150,27 +162,6 @@ def _file(sibling: Any) -> HubFile:
 def _in_folder(name: str) -> bool:
     """Whether a file belongs to a model folder."""
     return any(fnmatchcase(name, p) for p in PATTERNS) and not any(fnmatchcase(name, p) for p in IGNORED)
-
-
-def _largest(models: dict[str, tuple[HubFile, ...]], repo: str, room: int) -> tuple[str, tuple[HubFile, ...]]:
-    packed = {name: parts for name, parts in models.items() if not _FLOATS.search(name)} or models
-    if not packed:
-        raise ModelError(f"{_SPEAKER}: {repo} has neither safetensors nor GGUF files")
-    sizes = {name: sum(part.nbytes for part in parts) for name, parts in packed.items()}
-    fitting = [name for name in packed if sizes[name] <= room]
-    if not fitting:
-        least = min(sizes, key=lambda name: sizes[name])
-        raise ModelError(
-            f"{_SPEAKER}: no GGUF model of {repo} fits: the smallest, {least}, has {sizes[least] / 1e9:.1f} GB, and there is room for "
-            f"{room / 1e9:.1f} GB; choose one by name ({repo}:{least}) if memory will be free, or give --memory"
-        )
-    best = max(fitting, key=lambda name: sizes[name])
-    return best, packed[best]
-
-
-def _pull_of(repo: str, commit: str, model: tuple[str, tuple[HubFile, ...]]) -> Pull:
-    name, parts = model
-    return Pull(repo, commit, f"{repo}:{name}", parts)
 
 
 def _there(repo: str, files: Sequence[HubFile]) -> str:

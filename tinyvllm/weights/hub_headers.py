@@ -49,13 +49,13 @@ def header_copies(pull: Pull) -> Iterator[Path]:
             raise ModelError(f"{_SPEAKER}: {pull.repo} has {len(described)} JSON files, and at most {MAX_DESCRIPTIONS} are read")
         for file in described:
             _write(folder, file, source.start_of(file, _limited(file, MAX_JSON_BYTES)))
-        if ":" not in pull.name:
+        if pull.is_folder:
             _require_floats(folder, pull)
         for file in weights:
             _write(folder, file, _gguf_header(source, file) if file.name.lower().endswith(".gguf") else _safetensors_header(source, file))
             if file.name.lower().endswith(".gguf"):
                 _write_rope(folder, source, file)
-        yield folder if ":" not in pull.name else folder / Path(weights[0].name).name
+        yield folder if pull.is_folder else folder / Path(weights[0].name).name
 
 
 def _describes(name: str) -> bool:

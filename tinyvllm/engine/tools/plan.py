@@ -11,80 +11,19 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm.config import QUANTIZATIONS, EngineConfig, cache_folder
+from tinyvllm.config import EngineConfig, cache_folder
 from tinyvllm.engine.drafter_memory import drafter_memory
-from tinyvllm.errors import KernelError, ModelError, OutOfMemoryError, ToolchainError
-from tinyvllm.host_memory import megabytes
+from tinyvllm.engine.tools.hub_choice import Choice, choose_pull, only_model
+from tinyvllm.engine.tools.plan_sizes import Sizes, make_sizes, open_sizes
+from tinyvllm.errors import KernelError, ToolchainError
 from tinyvllm.runner.device import start_device
 
 if TYPE_CHECKING:
-    from tinyvllm.runner.memory import DrafterMemory
     from tinyvllm.runner.opened import OpenedModel
     from tinyvllm.runner.outlined import Held
     from tinyvllm.runner.planned import KernelChoice
-    from tinyvllm.runner.sizes import Fit
 
 SPEED_TOKENS = 512  # of the context of the predicted decode, and of the predicted prompt
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes. `available` is the free memory of the device, or what the caller gives; `run` is what libraries and threads take."""
-
-    available: int
-    limit: str
-    weights: int
-    kv_token: int
-    scratch: int
-    run: int
-    drafter: int
-
-    @property
-    def fixed(self) -> int:
-        """All but the KV cache."""
-        return self.weights + self.scratch + self.run
-
-
-@dataclass(frozen=True)
-class Start:
-    """The KV cache that an engine with these options takes by itself: bytes, blocks, and tokens of the longest sequence."""
-
-    kv_bytes: int
-    num_blocks: int
-    max_model_len: int
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A quantization of the weights, None for the formats of the file; whether one sequence of the wanted context fits, and the longest."""
-
-    quantization: str | None
-    weights: int
-    fits: bool
-    longest: int
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What an engine takes, and what fits. `refusal` is why it would not start, or None; `candidates` begin with the most bytes."""
-
-    memory: Memory
-    wanted_context: int
-    start: Start | None
-    refusal: str | None
-    fits: list[Fit]
-    candidates: list[Candidate]
-
-    @property
-    def best(self) -> Candidate | None:
-        """The quantization with the most bytes that fits."""
-        return next((one for one in self.candidates if one.fits), None)
-
-    def __str__(self) -> str:
-        m, best = self.memory, self.best
-        parts = f"weights {megabytes(m.weights)}, KV cache {m.kv_token} bytes a token, scratch {megabytes(m.scratch)}"
-        running = f"running {megabytes(m.run)}, of {megabytes(m.available)} ({m.limit})"
-        return f"plan: {parts}, {running}; {_advice(best, self.wanted_context)}"
 
 
 @dataclass(frozen=True)
@@ -125,25 +64,45 @@ def make_plan(config: EngineConfig, memory: int | None = None, speed: bool = Tru
     With `speed` the roof is measured if this machine has none yet, with `measure` in any case. ArgumentError, ModelError and FormatError as
     an engine raises them; too little memory is no error but part of the plan. Of a model on a hub only the headers are fetched.
     """
-    config = replace(config, device=start_device(config.device, cache_folder()))
-    from tinyvllm.runner.memory import free_memory, memory_limit
-
-    available, limit = (free_memory(config.device), memory_limit(config.device)) if memory is None else (memory, "--memory")
-    with _local(config, available) as (name, local):
+    config, available, limit = on_device(config, memory)
+    with _local(config, available, limit) as (name, local):
         return _plan(name, local, available, limit, speed, measure)
 
 
+def plan_sizes(config: EngineConfig, memory: int | None = None) -> Sizes:
+    """The memory of a plan alone, which takes milliseconds; errors as those of `make_plan`."""
+    config, available, limit = on_device(config, memory)
+    with _local(config, available, limit) as (_, local):
+        return open_sizes(local, available, limit)
+
+
+def plan_pull(config: EngineConfig, memory: int | None = None) -> Choice:
+    """Which model of a hub's repository, `config.model`, fits; see `choose_pull`."""
+    from tinyvllm.weights.hub_files import hub_models
+
+    pulls = hub_models(config.model, config.revision)
+    return only_model(pulls[0]) if len(pulls) == 1 else choose_pull(pulls, *on_device(config, memory))
+
+
+def on_device(config: EngineConfig, memory: int | None) -> tuple[EngineConfig, int, str]:
+    """The configuration with its device resolved, the bytes that a plan may use, and what limits them."""
+    config = replace(config, device=start_device(config.device, cache_folder()))
+    from tinyvllm.runner.memory import free_memory, memory_limit
+
+    return (config, free_memory(config.device), memory_limit(config.device)) if memory is None else (config, memory, "--memory")
+
+
 @contextlib.contextmanager
-def _local(config: EngineConfig, available: int) -> Iterator[tuple[str, EngineConfig]]:
+def _local(config: EngineConfig, available: int, limit: str) -> Iterator[tuple[str, EngineConfig]]:
     """The model's name, and the configuration with a path: of a hub's model that of copies of its headers."""
     from tinyvllm.weights.hub import parse_name
-    from tinyvllm.weights.hub_files import plan_pull
+    from tinyvllm.weights.hub_files import hub_models
     from tinyvllm.weights.hub_headers import header_copies
 
     if os.path.exists(os.path.expanduser(config.model)) or parse_name(config.model) is None:
         yield config.model, config
         return
-    pull = plan_pull(config.model, config.revision, available)
+    pull = choose_pull(hub_models(config.model, config.revision), config, available, limit).pull
     with header_copies(pull) as path:
         yield pull.name, replace(config, model=str(path), revision=None)
 
@@ -159,61 +118,6 @@ def _plan(name: str, config: EngineConfig, available: int, limit: str, speed: bo
     kernels = planned_kernels(config, opened, blocks, longest)
     predicted, reason = _predicted(config, opened, held, kernels, longest, measure) if speed else (None, "it was switched off")
     return Plan(name, config.device, architecture_of_model(opened), bytes_by_format(held), sizes, kernels, predicted, reason)
-
-
-def make_sizes(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory, available: int, limit: str) -> Sizes:
-    """What the engine takes of `available` bytes; `limit` says what sets them."""
-    from tinyvllm.runner.memory import run_bytes
-    from tinyvllm.runner.sizes import longest_contexts, scratch_bytes, wanted_context
-
-    device, wanted = config.device, wanted_context(config, opened.config)
-    taken = Memory(
-        available,
-        limit,
-        opened.weight_bytes,
-        opened.block_bytes // config.block_size,
-        scratch_bytes(config, opened, wanted),
-        run_bytes(device),
-        drafter.total(1),
-    )
-    start, refusal = _start(config, opened, drafter, taken)
-    fits = longest_contexts(taken.available - taken.fixed, config, opened, drafter)
-    return Sizes(taken, wanted, start, refusal, fits, _candidates(config, opened, drafter, taken, wanted))
-
-
-def _start(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory, taken: Memory) -> tuple[Start | None, str | None]:
-    from tinyvllm.runner.memory import check_weights
-    from tinyvllm.runner.sizes import pool_size
-
-    try:
-        check_weights(config.device, taken.weights, taken.available)
-        size = pool_size(config, opened, drafter, taken.available - taken.weights)
-    except OutOfMemoryError as error:
-        return None, str(error)
-    return Start(size.num_blocks * opened.block_bytes, size.num_blocks, size.max_model_len), None
-
-
-def _candidates(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory, taken: Memory, wanted: int) -> list[Candidate]:
-    from tinyvllm.runner.sizes import longest_contexts, room_of
-
-    found = []
-    for quantization, nbytes in _weights_by_quantization(config):
-        room = taken.available - taken.fixed + taken.weights - nbytes
-        longest = max((fit.context for fit in longest_contexts(room, config, opened, drafter) if fit.sequences == 1), default=0)
-        found.append(Candidate(quantization, nbytes, room >= room_of(wanted, 1, config, opened, drafter), longest))
-    return sorted(found, key=lambda one: -one.weights)
-
-
-def _weights_by_quantization(config: EngineConfig) -> Iterator[tuple[str | None, int]]:
-    """Bytes of weights: in the file's own formats, and, where these are floats, in every format that the device has kernels for."""
-    from tinyvllm.runner.opened import open_model
-    from tinyvllm.runner.planned import is_packed
-
-    plain = open_model(replace(config, quantization=None, imatrix=None), config.device)
-    yield None, plain.outline().bytes
-    for quantization in () if is_packed(plain) else QUANTIZATIONS:
-        with contextlib.suppress(ModelError):  # no kernels for the format, or a matrix that it cannot hold
-            yield quantization, plain.outline(quantization).bytes
 
 
 def _predicted(
@@ -232,10 +136,3 @@ def _predicted(
     tokens = min(context, config.max_num_batched_tokens)
     together = sequences / steps.decode(sequences, context)
     return Speed(context, 1 / steps.decode(1, context), sequences, together, tokens / steps.prompt(tokens), steps.roof.bandwidth), None
-
-
-def _advice(best: Candidate | None, context: int) -> str:
-    if best is None:
-        return f"no quantization leaves room for one sequence of {context} tokens: use a smaller model, or lower --max-model-len"
-    how = "as in the file" if best.quantization is None else f"with --quantization {best.quantization}"
-    return f"{how}, one sequence of {best.longest} tokens fits"

@@ -1,0 +1,148 @@
+"""What an engine takes in memory before it is loaded, and what fits: decided by the code that places the weights of an engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from tinyvllm.config import QUANTIZATIONS, EngineConfig
+from tinyvllm.engine.drafter_memory import drafter_memory
+from tinyvllm.errors import ModelError, OutOfMemoryError
+from tinyvllm.host_memory import megabytes
+
+if TYPE_CHECKING:
+    from tinyvllm.runner.memory import DrafterMemory
+    from tinyvllm.runner.opened import OpenedModel
+    from tinyvllm.runner.sizes import Fit
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. `available` is the free memory of the device, or what the caller gives; `run` is what libraries and threads take."""
+
+    available: int
+    limit: str
+    weights: int
+    kv_token: int
+    scratch: int
+    run: int
+    drafter: int
+
+    @property
+    def fixed(self) -> int:
+        """All but the KV cache."""
+        return self.weights + self.scratch + self.run
+
+
+@dataclass(frozen=True)
+class Start:
+    """The KV cache that an engine with these options takes by itself: bytes, blocks, and tokens of the longest sequence."""
+
+    kv_bytes: int
+    num_blocks: int
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A quantization of the weights, None for the formats of the file; whether one sequence of the wanted context fits, and the longest."""
+
+    quantization: str | None
+    weights: int
+    fits: bool
+    longest: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What an engine takes, and what fits. `refusal` is why it would not start, or None; `candidates` begin with the most bytes."""
+
+    memory: Memory
+    wanted_context: int
+    start: Start | None
+    refusal: str | None
+    fits: list[Fit]
+    candidates: list[Candidate]
+
+    @property
+    def best(self) -> Candidate | None:
+        """The quantization with the most bytes that fits."""
+        return next((one for one in self.candidates if one.fits), None)
+
+    def __str__(self) -> str:
+        m, best = self.memory, self.best
+        parts = f"weights {megabytes(m.weights)}, KV cache {m.kv_token} bytes a token, scratch {megabytes(m.scratch)}"
+        running = f"running {megabytes(m.run)}, of {megabytes(m.available)} ({m.limit})"
+        return f"plan: {parts}, {running}; {_advice(best, self.wanted_context)}"
+
+
+def open_sizes(config: EngineConfig, available: int, limit: str) -> Sizes:
+    """`make_sizes` of a configuration whose model is a path and whose device is resolved."""
+    from tinyvllm.runner.opened import open_model
+
+    opened = open_model(config, config.device)
+    return make_sizes(config, opened, drafter_memory(config, opened), available, limit)
+
+
+def make_sizes(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory, available: int, limit: str) -> Sizes:
+    """What the engine takes of `available` bytes; `limit` says what sets them."""
+    from tinyvllm.runner.memory import run_bytes
+    from tinyvllm.runner.sizes import longest_contexts, scratch_bytes, wanted_context
+
+    device, wanted = config.device, wanted_context(config, opened.config)
+    taken = Memory(
+        available,
+        limit,
+        opened.weight_bytes,
+        opened.block_bytes // config.block_size,
+        scratch_bytes(config, opened, wanted),
+        run_bytes(device),
+        drafter.total(1),
+    )
+    start, refusal = _start(config, opened, drafter, taken)
+    fits = longest_contexts(taken.available - taken.fixed, config, opened, drafter)
+    return Sizes(taken, wanted, start, refusal, fits, _candidates(config, opened, drafter, taken, wanted))
+
+
+def _start(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory, taken: Memory) -> tuple[Start | None, str | None]:
+    from tinyvllm.runner.memory import check_weights
+    from tinyvllm.runner.sizes import pool_size
+
+    try:
+        check_weights(config.device, taken.weights, taken.available)
+        size = pool_size(config, opened, drafter, taken.available - taken.weights)
+    except OutOfMemoryError as error:
+        return None, str(error)
+    return Start(size.num_blocks * opened.block_bytes, size.num_blocks, size.max_model_len), None
+
+
+def _candidates(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory, taken: Memory, wanted: int) -> list[Candidate]:
+    from tinyvllm.runner.sizes import longest_contexts, room_of
+
+    found = []
+    for quantization, nbytes in _weights_by_quantization(config):
+        room = taken.available - taken.fixed + taken.weights - nbytes
+        longest = max((fit.context for fit in longest_contexts(room, config, opened, drafter) if fit.sequences == 1), default=0)
+        found.append(Candidate(quantization, nbytes, room >= room_of(wanted, 1, config, opened, drafter), longest))
+    return sorted(found, key=lambda one: -one.weights)
+
+
+def _weights_by_quantization(config: EngineConfig) -> Iterator[tuple[str | None, int]]:
+    """Bytes of weights: in the file's own formats, and, where these are floats, in every format that the device has kernels for."""
+    from tinyvllm.runner.opened import open_model
+    from tinyvllm.runner.planned import is_packed
+
+    plain = open_model(replace(config, quantization=None, imatrix=None), config.device)
+    yield None, plain.outline().bytes
+    for quantization in () if is_packed(plain) else QUANTIZATIONS:
+        with contextlib.suppress(ModelError):  # no kernels for the format, or a matrix that it cannot hold
+            yield quantization, plain.outline(quantization).bytes
+
+
+def _advice(best: Candidate | None, context: int) -> str:
+    if best is None:
+        return f"no quantization leaves room for one sequence of {context} tokens: use a smaller model, or lower --max-model-len"
+    how = "as in the file" if best.quantization is None else f"with --quantization {best.quantization}"
+    return f"{how}, one sequence of {best.longest} tokens fits"
