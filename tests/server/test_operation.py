@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,11 +26,13 @@ import pytest
 from benchmarks.own_server import ready_url
 from tests.server.conftest import ENGINE, Running, running
 from tests.server.soak_client import complaints_in
+from tinyvllm import LLM
 from tinyvllm.errors import ArgumentError, OutOfMemoryError
 from tinyvllm.server.core.config import ServerConfig
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.keys import Key, Keys, Limits, read_keys
+from tinyvllm.server.core.memory_budget import MemoryBudget, Need, plan_need
 from tinyvllm.server.core.models import Models
 
 ASK = {"prompt": "Once", "max_tokens": 1}
@@ -312,6 +314,59 @@ def test_models_are_loaded_and_unloaded() -> None:
         await models.close()
 
     asyncio.run(run())
+
+
+def test_a_memory_budget_unloads_idle_models_and_refuses_with_numbers() -> None:
+    import asyncio
+
+    def plan(options: Mapping[str, Any], budget: int) -> Need:
+        return Need(int(options["model"]) << 20, 1 << 20, 0, 0, 2 << 20, options)
+
+    async def run() -> None:
+        FakeLLM.made, FakeLLM.room = [], 99
+        specs = {name: {"model": str(size)} for name, size in (("a", 3), ("b", 3), ("c", 4), ("d", 9))}
+        models = Models(specs, load=FakeLLM, budget=MemoryBudget(11 << 20, plan))  # type: ignore[arg-type]
+
+        async def use(name: str) -> None:
+            async with models.use(name):
+                pass
+
+        await use("a")
+        await use("b")
+        assert sorted(models.loaded()) == ["a", "b"]  # 2 and twice 3 + 1, in MiB, of 11
+        await use("a")
+        await use("c")  # 5 more: b has been idle for the longest time
+        assert sorted(models.loaded()) == ["a", "c"]
+        async with models.use("a"), models.use("c"):
+            with pytest.raises(OutOfMemoryError, match="'b' needs 4 MiB .weights 3 MiB.* 11 MiB models in use take 'a' 4 MiB, 'c' 5 MiB"):
+                await use("b")
+        with pytest.raises(OutOfMemoryError, match="model 'd' needs 10 MiB .* running 2 MiB, and --memory-budget is 11 MiB: raise it"):
+            await use("d")
+        assert sorted(models.loaded()) == ["a", "c"], "nothing is unloaded for a model that cannot fit"
+        await models.close()
+
+    try:
+        asyncio.run(run())
+    finally:
+        FakeLLM.room = 2
+
+
+def test_the_budget_is_in_bytes_of_the_plan() -> None:
+    """Two models of which one fits: a request for the other one unloads the first, and each has the KV cache that was planned."""
+    one = plan_need(ENGINE, 1 << 30)
+    sizes = LLM.plan(memory=1 << 30, speed=False, **ENGINE).sizes
+    assert sizes.start is not None and one.options["num_blocks"] == sizes.start.num_blocks
+    assert one.total == sizes.memory.weights + sizes.memory.scratch + sizes.start.kv_bytes + sizes.start.drafter_bytes
+    specs = {"one": ENGINE, "two": ENGINE, "large": {**ENGINE, "num_blocks": 100_000}}
+    budget = MemoryBudget(one.run + 2 * one.total - 1)
+    with running(ServerConfig(port=0, access_log=False), specs, budget=budget) as server:
+        for name in ("one", "two"):
+            assert server.post("/v1/completions", {**ASK, "model": name}).status_code == 200
+            assert [m["id"] for m in get(server, "/v1/models").json()["data"] if m["loaded"]] == [name]
+        refused = server.post("/v1/completions", {**ASK, "model": "large"})
+        error = refused.json()["error"]
+        assert refused.status_code == 503 and error["code"] == "out_of_memory"
+        assert "model 'large' does not fit" in error["message"] and "(--memory-budget)" in error["message"], error
 
 
 def test_two_models() -> None:

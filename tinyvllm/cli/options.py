@@ -139,6 +139,15 @@ SERVER_OPTIONS: tuple[Option, ...] = (
     ("--port", {"type": int, "metavar": "N", "help": "default 8000; 0 takes a free port, which the ready line has"}),
     SERVED_MODEL_NAME,
     ("--unload-idle", {"type": float, "metavar": "S", "default": None, "help": "unload a model after S seconds without requests"}),
+    (
+        "--memory-budget",
+        {
+            "metavar": "SIZE",
+            "default": None,
+            "help": "memory of all models together, such as 16G: idle ones are unloaded, the least recently used first, before another is "
+            "loaded; default: the machine's",
+        },
+    ),
     ("--chat-template", {"metavar": "F", "default": None, "help": "file with a Jinja template that replaces the models' own"}),
     ("--trust-request-chat-template", {"action": "store_true", "help": "accept chat templates in requests"}),
     LENIENT,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cli.options import engine_options, server_options
 from tinyvllm.cli.values import NamedModel
+from tinyvllm.config import parse_size
 from tinyvllm.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -30,11 +31,13 @@ def run(options: argparse.Namespace) -> int:
     if len(publishing) > 1:
         raise ArgumentError(f"--kv-events-config is for one model: {len(publishing)} would share its endpoint; start a server each")
     check_profile(specs)
+    budget = None if options.memory_budget is None else parse_size("--memory-budget", options.memory_budget)
     for spec in specs.values():
         _check(spec, options.allow_lossy_speculation)
     try:
         from tinyvllm.server.core.config import ServerConfig
         from tinyvllm.server.core.keys import read_keys
+        from tinyvllm.server.core.memory_budget import MemoryBudget
         from tinyvllm.server.core.models import Models
         from tinyvllm.server.http.app import create_app
         from tinyvllm.server.http.listen import bind, serve, url_of
@@ -54,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     aliases = {name: names[0] for name in names[1:]}
 
     def models() -> Models:
-        models = Models(specs, options.unload_idle, aliases)
+        models = Models(specs, options.unload_idle, aliases, budget=None if budget is None else MemoryBudget(budget))
         models.on_unload = partial(say_profile, options.quiet)
         return models
 

@@ -71,12 +71,12 @@ def plan_engine(config: EngineConfig, memory: int | None = None, speed: bool = T
         return make_plan(config, memory, speed, measure)
 
 
-def plan_memory(config: EngineConfig, memory: int | None = None) -> Sizes:
-    """What the engine of a configuration takes in memory: `plan_engine` without kernels and speed."""
+def plan_memory(config: EngineConfig, memory: int | None = None, limit: str = "--memory") -> Sizes:
+    """What the engine of a configuration takes in memory: `plan_engine` without kernels and speed. `limit` says what sets `memory`."""
     from tinyvllm.engine.tools.plan import plan_sizes
 
     with DEVICE_LOCK:
-        return plan_sizes(config, memory)
+        return plan_sizes(config, memory, limit)
 
 
 def plan_download(config: EngineConfig, memory: int | None = None) -> Choice:

@@ -69,9 +69,9 @@ def make_plan(config: EngineConfig, memory: int | None = None, speed: bool = Tru
         return _plan(name, local, available, limit, speed, measure)
 
 
-def plan_sizes(config: EngineConfig, memory: int | None = None) -> Sizes:
-    """The memory of a plan alone, which takes milliseconds; errors as those of `make_plan`."""
-    config, available, limit = on_device(config, memory)
+def plan_sizes(config: EngineConfig, memory: int | None = None, limit: str = "--memory") -> Sizes:
+    """The memory of a plan alone; `limit` says what sets `memory`. Errors as those of `make_plan`."""
+    config, available, limit = on_device(config, memory, limit)
     with _local(config, available, limit) as (_, local):
         return open_sizes(local, available, limit)
 
@@ -84,12 +84,12 @@ def plan_pull(config: EngineConfig, memory: int | None = None) -> Choice:
     return only_model(pulls[0]) if len(pulls) == 1 else choose_pull(pulls, *on_device(config, memory))
 
 
-def on_device(config: EngineConfig, memory: int | None) -> tuple[EngineConfig, int, str]:
+def on_device(config: EngineConfig, memory: int | None, limit: str = "--memory") -> tuple[EngineConfig, int, str]:
     """The configuration with its device resolved, the bytes that a plan may use, and what limits them."""
     config = replace(config, device=start_device(config.device, cache_folder()))
     from tinyvllm.runner.memory import free_memory, memory_limit
 
-    return (config, free_memory(config.device), memory_limit(config.device)) if memory is None else (config, memory, "--memory")
+    return (config, free_memory(config.device), memory_limit(config.device)) if memory is None else (config, memory, limit)
 
 
 @contextlib.contextmanager

@@ -38,11 +38,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Start:
-    """The KV cache that an engine with these options takes by itself: bytes, blocks, and tokens of the longest sequence."""
+    """What an engine with these options takes by itself: the KV cache in bytes and blocks, tokens of the longest sequence, drafter."""
 
     kv_bytes: int
     num_blocks: int
     max_model_len: int
+    drafter_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,11 @@ class Sizes:
     refusal: str | None
     fits: list[Fit]
     candidates: list[Candidate]
+
+    @property
+    def engine_bytes(self) -> int:
+        """What the engine holds when it has started, next to `memory.run` of the process; 0 if it would not start."""
+        return 0 if self.start is None else self.memory.weights + self.memory.scratch + self.start.kv_bytes + self.start.drafter_bytes
 
     @property
     def best(self) -> Candidate | None:
@@ -115,7 +121,7 @@ def _start(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory, ta
         size = pool_size(config, opened, drafter, taken.available - taken.weights)
     except OutOfMemoryError as error:
         return None, str(error)
-    return Start(size.num_blocks * opened.block_bytes, size.num_blocks, size.max_model_len), None
+    return Start(size.num_blocks * opened.block_bytes, size.num_blocks, size.max_model_len, drafter.total(size.num_blocks)), None
 
 
 def _candidates(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory, taken: Memory, wanted: int) -> list[Candidate]:

@@ -14,6 +14,7 @@ from typing import Any
 from tinyvllm.engine.api import AsyncLLM
 from tinyvllm.errors import OutOfMemoryError
 from tinyvllm.server.core.failures import Failure
+from tinyvllm.server.core.memory_budget import MemoryBudget
 
 
 @dataclass(eq=False)
@@ -36,6 +37,7 @@ class Models:
     idle_seconds  unload a model that no request has used for this time; None never unloads
     aliases       further names
     load          makes an engine of the options; runs in a thread
+    budget        memory of all models together; None bounds them by the machine's alone
     """
 
     def __init__(
@@ -44,11 +46,13 @@ class Models:
         idle_seconds: float | None = None,
         aliases: Mapping[str, str] | None = None,
         load: Callable[..., AsyncLLM] = AsyncLLM,
+        budget: MemoryBudget | None = None,
     ):
         self._models = {name: Model(name, options) for name, options in specs.items()}
         self._by_name = {**self._models, **{alias: self._models[name] for alias, name in (aliases or {}).items()}}
         self._idle_seconds = idle_seconds
         self._load_engine = load
+        self._budget = budget
         self.on_failure: Callable[[str, BaseException], None] = lambda name, error: None  # called in the event loop: an engine has ended
         self.on_unload: Callable[[str, AsyncLLM], None] = lambda name, llm: None  # called when an engine has ended
         self._memory = asyncio.Lock()  # held while a model is loaded or unloaded
@@ -125,21 +129,40 @@ class Models:
     async def _load(self, model: Model) -> AsyncLLM:
         try:
             async with self._memory:
+                options = {"served_model_name": model.name, **await self._make_room(model)}
                 while True:
                     try:
-                        llm = await asyncio.to_thread(self._load_engine, **{"served_model_name": model.name, **model.options})
+                        llm = await asyncio.to_thread(self._load_engine, **options)
                         llm.watch(partial(self._call_on_failure, asyncio.get_running_loop(), model.name))
                         model.llm = llm
                         return llm
                     except OutOfMemoryError:
-                        idle = [m for m in self._models.values() if m.llm is not None and not m.users]
-                        if not idle:
+                        if not await self._unload_least_recent():
                             raise
-                        await self._unload(min(idle, key=lambda m: m.idle_since))
         finally:
             model.loading = None
             if not model.users:
                 self._start_idle_timer(model)
+
+    async def _make_room(self, model: Model) -> Mapping[str, Any]:
+        """Unload idle models until the budget holds one more; its options, with the KV cache that the budget counts.
+
+        OutOfMemoryError if the budget is too small for it, or others are in use.
+        """
+        if self._budget is None:
+            return model.options
+        need = await asyncio.to_thread(self._budget.need, model.name, model.options)
+        while not self._budget.fits(model.name, self.loaded()):
+            if not await self._unload_least_recent():
+                raise self._budget.refusal(model.name, self.loaded())
+        return need.options
+
+    async def _unload_least_recent(self) -> bool:
+        """Unload the model that has been idle for the longest time; False if none is idle."""
+        idle = [model for model in self._models.values() if model.llm is not None and not model.users]
+        if idle:
+            await self._unload(min(idle, key=lambda model: model.idle_since))
+        return bool(idle)
 
     def _call_on_failure(self, loop: asyncio.AbstractEventLoop, name: str, error: BaseException) -> None:
         """In the engine's thread: tell the event loop, unless it is closed."""
