@@ -28,7 +28,8 @@ def find() -> str | None:
 
 
 class Browser:
-    """One page. `messages` holds its console output and errors, `requests` the addresses that it requested."""
+    """One page. `messages` holds its console output and errors, `requests` the addresses that it requested,
+    `dialogs` the kinds of those that it opened and that were accepted."""
 
     def __init__(self, commands: int, replies: int):
         self._commands = commands
@@ -38,6 +39,7 @@ class Browser:
         self._session: str | None = None
         self.messages: list[str] = []
         self.requests: list[str] = []
+        self.dialogs: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -45,15 +47,19 @@ class Browser:
 
     def call(self, method: str, **params: Any) -> Any:
         """Send one command of the protocol, and return its result."""
-        self._number += 1
-        message = {"id": self._number, "method": method, "params": params} | ({"sessionId": self._session} if self._session else {})
-        os.write(self._commands, json.dumps(message).encode() + b"\0")
+        number = self._send(method, params)
         while True:
             reply = self._read(30)
-            if reply.get("id") == self._number:
+            if reply.get("id") == number:
                 if "error" in reply:
                     raise RuntimeError(f"{method}: {reply['error']}")
                 return reply["result"]
+
+    def _send(self, method: str, params: dict[str, Any]) -> int:
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params} | ({"sessionId": self._session} if self._session else {})
+        os.write(self._commands, json.dumps(message).encode() + b"\0")
+        return self._number
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression, awaited."""
@@ -117,6 +123,9 @@ class Browser:
             self.messages.append(params["entry"]["text"])
         elif message.get("method") == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
+        elif message.get("method") == "Page.javascriptDialogOpening":
+            self.dialogs.append(params["type"])
+            self._send("Page.handleJavaScriptDialog", {"accept": True})
         return message
 
 

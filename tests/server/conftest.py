@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("httptools")
 
+from tests.server import browser
 from tinyvllm.server.core.config import ServerConfig
 from tinyvllm.server.core.context import Service
 from tinyvllm.server.core.keys import Keys
@@ -115,6 +116,28 @@ def server() -> Iterator[Running]:
     config = ServerConfig(port=0, trust_request_chat_template=True, access_log=False, head_seconds=1.5, body_seconds=1.5, beat_seconds=0.2)
     with running(config) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def window() -> Iterator[browser.Browser]:
+    path = browser.find()
+    assert path is not None
+    with browser.browser(path) as page:
+        yield page
+
+
+@pytest.fixture
+def page(window: browser.Browser, server: Running) -> browser.Browser:
+    """The page in a browser without stored data."""
+    window.go(server.url + "/version")
+    window.run("""localStorage.clear(); sessionStorage.clear(); new Promise((done, failed) => {
+        const request = indexedDB.deleteDatabase("tinyvllm");
+        request.onsuccess = done; request.onerror = request.onblocked = failed; }).then(() => 0)""")
+    window.messages.clear()
+    window.requests.clear()
+    window.go(server.url + "/")
+    window.wait("document.querySelector('#model').value")
+    return window
 
 
 def events(response: httpx.Response) -> list[Any]:

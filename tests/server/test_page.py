@@ -5,74 +5,16 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.server import browser
+from tests.server.chat_page import answers, fill, needs_browser, say, settled
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "tinyvllm" / "server" / "page"
-
-needs_browser = pytest.mark.skipif(browser.find() is None, reason=f"no browser: none of {', '.join(browser.NAMES)}")
-
-
-@pytest.fixture
-def url(server: Any) -> str:
-    """The address of the server of this folder's tests."""
-    return str(server.url)
-
-
-@pytest.fixture(scope="module")
-def window() -> Iterator[browser.Browser]:
-    path = browser.find()
-    assert path is not None
-    with browser.browser(path) as page:
-        yield page
-
-
-@pytest.fixture
-def page(window: browser.Browser, url: str) -> browser.Browser:
-    """The page in a browser without stored data."""
-    window.go(url + "/version")
-    window.run("localStorage.clear(); sessionStorage.clear()")
-    window.messages.clear()
-    window.requests.clear()
-    window.go(url + "/")
-    window.wait("document.querySelector('#model').value")
-    return window
-
-
-def say(page: browser.Browser, text: str) -> None:
-    page.run("document.querySelector('#input').focus()")
-    page.type(text)
-    page.press("Enter", number=13)
-
-
-def fill(page: browser.Browser, selector: str, value: str) -> None:
-    page.run(f"""{{ const e = document.querySelector({json.dumps(selector)}); e.value = {json.dumps(value)};
-        e.dispatchEvent(new Event("input", {{bubbles: true}})); e.dispatchEvent(new Event("change", {{bubbles: true}})); }}""")
-
-
-def answers(page: browser.Browser, *contents: str, status: int = 200, field: str = "content") -> None:
-    """From now on /v1/chat/completions returns these pieces, and window.sent holds the request bodies."""
-    chunks = [{"choices": [{"index": 0, "delta": {field: text}, "finish_reason": None}]} for text in contents]
-    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
-    if status != 200:
-        body = json.dumps({"error": {"message": "refused, as the test wants", "type": "t", "param": None, "code": None}})
-    page.run(f"""window.sent = []; window.real ??= window.fetch;
-        window.fetch = async (to, options) => {{
-            if (!String(to).includes("chat/completions")) return window.real(to, options);
-            window.sent.push({{ body: JSON.parse(options.body), headers: options.headers }});
-            return new Response({json.dumps(body)}, {{ status: {status} }});
-        }}; 0""")
-
-
-def settled(page: browser.Browser) -> None:
-    page.wait("document.querySelector('#stop').hidden && !document.querySelector('.busy')")
 
 
 @needs_browser
@@ -92,12 +34,17 @@ def test_a_conversation(page: browser.Browser) -> None:
     after = page.run("document.querySelector('#log').innerText")
     assert first in after and before == after  # kept in the browser
     page.press("n", "KeyN", 78, modifiers=1)
-    assert page.run("document.querySelectorAll('.message').length") == 0 and page.run("localStorage['tinyvllm.messages']") == "[]"
+    assert page.run("document.querySelectorAll('.message').length") == 0
+    page.press("c", "KeyC", 67, modifiers=1)
+    page.wait("document.querySelector('#conversations .open')?.textContent === 'Tell me a story'")  # the old one is in the list
+    page.reload()
+    page.wait("document.querySelector('#model').value")
+    assert page.run("document.querySelectorAll('.message').length") == 0
     assert not page.messages
 
 
 @needs_browser
-def test_stopping_ends_the_work(page: browser.Browser, url: str) -> None:
+def test_stopping_ends_the_work(page: browser.Browser) -> None:
     fill(page, "[data-field=temperature]", "0")
     say(page, "Tell me a very long story")
     page.wait("document.querySelector('.message.assistant .body')?.textContent.length > 20")
@@ -266,8 +213,9 @@ def test_markdown_of_hostile_size_ends(page: browser.Browser, text: str) -> None
 
 def test_the_page_is_small_and_loads_nothing_from_elsewhere() -> None:
     files = {path.name: path.read_text() for path in PAGE.iterdir()}
-    assert set(files) == {"index.html", "style.css", "page.js", "markdown.js"}
-    assert sum(len(text.encode()) for text in files.values()) < 60_000
+    used = set(re.findall(r'(?:from "\./|page/)(\w+\.(?:js|css))"', "".join(files.values())))
+    assert set(files) == used | {"index.html"}  # nothing is there that no file loads
+    assert sum(len(text.encode()) for text in files.values()) < 76_000
     for name, text in files.items():
         assert not re.search(r"(src|href|url|import|from)\s*[=(]?\s*[\"'(]\s*(https?:)?//", text), name
         assert "innerHTML" not in text and "insertAdjacentHTML" not in text and "eval(" not in text and "document.write" not in text, name

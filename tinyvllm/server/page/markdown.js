@@ -1,5 +1,7 @@
 // Markdown to DOM nodes. Model output becomes only text nodes and checked attribute values; nothing is parsed as HTML.
 
+import { element, toClipboard } from "./dom.js";
+
 const WORDS = new Set(("and as assert async await bool break case catch char class const continue def del do double elif else enum except " +
   "export extends extern false final finally float fn for from func function global if impl import in int interface is lambda let long " +
   "match mod mut namespace new nil none None not null or package pass private protected public raise return self short static struct " +
@@ -10,16 +12,6 @@ const INLINE = /(`+)([\s\S]*?[^`])\1(?!`)|\*\*(?=\S)([\s\S]*?\S)\*\*|__(?=\S)([\
 const HASH_COMMENTS = /^(py|python|sh|bash|zsh|shell|console|yaml|yml|toml|rb|ruby|r|perl|make|makefile|dockerfile|ini|conf)$/i;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: +|$)(.*)$/;
 const MAX_DEPTH = 24;
-
-export function element(name, properties = {}, ...children) {
-  const node = document.createElement(name);
-  for (const [key, value] of Object.entries(properties)) {
-    if (key in node) node[key] = value;
-    else node.setAttribute(key, value);
-  }
-  node.append(...children);
-  return node;
-}
 
 // Renders the blocks of `text` into `parent`; blocks with unchanged source keep their nodes.
 export function render(parent, text) {
@@ -94,17 +86,6 @@ function code(lines, fence) {
   copy.addEventListener("click", () => toClipboard(text, copy));
   const shown = element("code", {}, ...highlight(text, fence[2]));
   return element("div", { className: "block" }, element("div", {}, element("span", { textContent: fence[2] || "text" }), copy), element("pre", {}, shown));
-}
-
-export async function toClipboard(text, button) {
-  const before = button.textContent;
-  try {
-    await navigator.clipboard.writeText(text);
-    button.textContent = "copied";
-  } catch {
-    button.textContent = "not allowed";
-  }
-  setTimeout(() => { button.textContent = before; }, 1200);
 }
 
 // Highlights comments, strings, numbers and keywords that many languages share.
