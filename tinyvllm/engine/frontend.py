@@ -42,7 +42,7 @@ def start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
             observers.append(energy)
         engine = Engine(config, progress, observers=observers, energy=energy)
         if profile is not None:
-            start_trace(engine, profile)
+            start_trace(engine, profile, measure=True)
         return engine
     except BaseException:
         if profile is not None:

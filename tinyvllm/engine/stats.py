@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -12,7 +12,7 @@ from tinyvllm.engine.beam import BeamState
 from tinyvllm.engine.energy import OFF, set_energy
 from tinyvllm.engine.observer import EngineObserver
 from tinyvllm.engine.output import ActiveRequest
-from tinyvllm.errors import BusyError, OutOfMemoryError, TinyvllmError
+from tinyvllm.errors import BusyError, KernelError, OutOfMemoryError, TinyvllmError, ToolchainError
 from tinyvllm.metrics import EngineMetrics, FinishedRequest, NoMetrics, StepStats, add_counts
 from tinyvllm.request import Energy, RequestOutput
 from tinyvllm.scheduler import Schedule, Scheduled, Scheduler
@@ -27,6 +27,20 @@ class Costs:
     weights: int
     token: int
     bandwidth: Callable[[], float]
+
+
+def multiply_rate(device: str, formats: Collection[str], measure: bool) -> float:
+    """Operations a second of products of many rows in the fastest of `formats`: as `plan` and `bench` measured it, or now with `measure`,
+    a second or less. 0 where it was not measured, or cannot be.
+    """
+    from tinyvllm.runner.roof import MIN_BYTES, kept_operations, measured_roof
+
+    if measure and not kept_operations(device, formats):
+        try:
+            measured_roof(device, formats, MIN_BYTES)
+        except (MemoryError, OutOfMemoryError, KernelError, ToolchainError) as error:
+            log.warning("roof: the rate of products of %s is not measured: %s", device, error)
+    return kept_operations(device, formats)
 
 
 @cache

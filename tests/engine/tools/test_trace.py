@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +20,11 @@ from tinyvllm import LLM, ArgumentError, SamplingParams
 from tinyvllm.cli import main
 from tinyvllm.cli.arguments import PARSERS
 from tinyvllm.engine.tools import trace as module
+from tinyvllm.engine.tools.kernel_table import KernelRoof, KernelTable
 from tinyvllm.engine.tools.trace_output import TraceFile, TraceMemory
 from tinyvllm.engine.tracing import start_trace, stop_trace
 from tinyvllm.errors import BusyError, OutputError
+from tinyvllm.runner import roof
 
 PROMPTS = ["hello", "a longer prompt than the first, of several chunks"]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -113,6 +117,76 @@ def test_the_kernels_of_a_captured_step_have_their_bytes(monkeypatch: pytest.Mon
         assert after["ts"] >= event["ts"] + event["dur"] - 0.01
         if event["dur"] > 1:
             assert event["args"]["GB/s"] == pytest.approx(event["args"]["bytes"] / event["dur"] / 1e3, rel=0.02, abs=0.01)
+
+
+def test_the_share_of_the_roof_is_that_of_the_nearer_one() -> None:
+    both = KernelRoof(1e9, 4e9)
+    assert both.share(2.0, 10**9, 10**9) == (0.5, "memory") and both.share(2.0, 10**8, 4 * 10**9) == (0.5, "compute")
+    assert both.share(0.0, 1, 1) == (0.0, "") and both.share(1.0, 0, 0) == (0.0, "")
+    assert KernelRoof(1e9).share(2.0, 10**9, 10**12) == (0.5, "memory") and KernelRoof(0.0).share(1.0, 5, 5) == (0.0, "")
+    table = KernelTable(both)
+    table.add("product", 2.0, 10**8, 6 * 10**9)
+    table.add("copy", 1.0, 9 * 10**8, 0)
+    assert [line.split()[-3:] for line in table.text().splitlines()[2:]] == [["3.0", "75%", "compute"], ["-", "90%", "memory"]]
+    assert "roof 1 GB/s and 4 GFLOP/s" in table.text() and "`tinyvllm plan` measures it" in str(KernelRoof(1e9))
+
+
+def test_kernels_have_operations_and_the_share_of_a_measured_roof(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rate of products is measured for --profile; a trace of a server takes what is kept, and measures nothing."""
+    monkeypatch.setattr(module, "SAMPLE_EVERY", 1)
+    measured: list[list[str]] = []
+
+    def measure(device: str, formats: Collection[str], nbytes: int) -> None:
+        measured.append([*formats])
+
+    monkeypatch.setattr(roof, "measured_roof", measure)
+    monkeypatch.setattr(roof, "kept_operations", lambda device, formats: 5e9 if measured else 0.0)
+    with LLM(tiny_model, **OPTIONS) as llm:
+        events, _ = traced(llm, ["hello"])
+        assert not measured and {event["args"]["bound"] for event in of(events, "X", 3)} <= {"memory", ""}
+        formats = sorted(llm.engine.runner.weight_formats)
+    with LLM(tiny_model, **OPTIONS, profile=str(tmp_path / "trace.json")) as llm:
+        llm.generate(PROMPTS, PARAMS)
+    assert [sorted(each) for each in measured] == [formats]
+    kernels = [e for e in of(json.loads((tmp_path / "trace.json").read_text()), "X", 3) if e["args"]["FLOP"] and e["dur"] > 1]
+    assert any(event["args"]["bound"] == "compute" for event in kernels), "5 GFLOP/s is less than any processor here multiplies"
+    for event in (event for event in kernels if event["args"]["bound"] == "compute"):
+        assert event["args"]["of roof"] == pytest.approx(event["args"]["FLOP"] / (event["dur"] * 1e-6) / 5e9, rel=0.05, abs=0.002)
+        assert event["args"]["GFLOP/s"] == pytest.approx(event["args"]["FLOP"] / event["dur"] / 1e3, rel=0.05, abs=0.01)
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_a_step_with_a_trace_costs_a_fixed_number_of_calls(llm: LLM, monkeypatch: pytest.MonkeyPatch, sequences: int) -> None:
+    """What a step adds: a reading of the clock a phase and two more, one event, whatever the batch; no file is touched within a second."""
+    steps, readings, writes = 20, [0], list[object]()
+    clock = module.time.perf_counter
+
+    def counted() -> float:
+        readings[0] += 1
+        return clock()
+
+    params = replace(PARAMS, max_tokens=steps + 8)
+    for number in range(sequences):
+        llm.engine.add(f"r{number}", [5 + number, 6, 7], params)
+    for _ in range(4):
+        llm.engine.step()  # prefills, and the first decodes
+    output = TraceMemory()
+    trace = start_trace(llm.engine, output)
+    llm.engine.step()  # begins the flows of the requests, and is sampled
+    monkeypatch.setattr(module, "COUNTER_SECONDS", math.inf)
+    monkeypatch.setattr(module, "FLUSH_SECONDS", math.inf)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=counted))
+    monkeypatch.setattr(output, "write", writes.append)
+    before = len(trace._events)
+    for _ in range(steps):
+        llm.engine.step()
+    assert readings[0] == steps * (len(PHASES) + 2) and len(trace._events) - before == steps and not writes
+    monkeypatch.undo()
+    stop_trace(llm.engine, trace)
+    while llm.engine.has_work():
+        llm.engine.step()
 
 
 def test_one_step_in_many_is_sampled(llm: LLM) -> None:

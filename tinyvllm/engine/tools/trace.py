@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from tinyvllm.engine.observer import EngineObserver
 from tinyvllm.engine.output import ActiveRequest
-from tinyvllm.engine.tools.kernel_table import KernelTable
+from tinyvllm.engine.tools.kernel_table import KernelRoof, KernelTable
 from tinyvllm.engine.tools.trace_output import TraceOutput
 from tinyvllm.request import RequestOutput
 from tinyvllm.runner.kernel_timing import KernelTime, KernelTimer, start_timing, stop_timing
@@ -42,13 +42,13 @@ class StepTrace(EngineObserver):
         output: TraceOutput,
         runner: Runner,
         scheduler: Scheduler,
-        bandwidth: float,
+        roof: KernelRoof,
         max_steps: int | None = None,
         on_end: Callable[[], None] = lambda: None,
     ):
-        self.table = KernelTable(bandwidth)
+        self.table = KernelTable(roof)
         self.num_steps = 0
-        self._output, self._runner, self._scheduler, self._bandwidth = output, runner, scheduler, bandwidth
+        self._output, self._runner, self._scheduler, self._roof = output, runner, scheduler, roof
         self._max_steps, self._on_end = max_steps, on_end
         self._sample_every = SAMPLE_EVERY_GPU if runner.overlaps else SAMPLE_EVERY
         self._until_sample = 0  # steps
@@ -150,8 +150,11 @@ class StepTrace(EngineObserver):
             nbytes = kernel.nbytes or self._bytes_of_attention(kernel.name)
             self.table.add(kernel.name, kernel.seconds, nbytes, kernel.flops)
             rate, flops = (nbytes / kernel.seconds, kernel.flops / kernel.seconds) if kernel.seconds > 0 else (0.0, 0.0)
-            roof = rate / self._bandwidth if self._bandwidth else 0.0
-            arguments = f'{{"bytes":{nbytes},"GB/s":{rate / 1e9:.2f},"of roof":{roof:.3f},"GFLOP/s":{flops / 1e9:.2f}}}'
+            share, bound = self._roof.share(kernel.seconds, nbytes, kernel.flops)
+            arguments = (
+                f'{{"bytes":{nbytes},"GB/s":{rate / 1e9:.2f},"FLOP":{kernel.flops},"GFLOP/s":{flops / 1e9:.2f},'
+                f'"of roof":{share:.3f},"bound":"{bound}"}}'
+            )
             self._events.append(self._slice(_KERNELS, kernel.name, kernel.start, kernel.start + kernel.seconds, arguments))
 
     def _stop_sampling(self) -> list[KernelTime]:

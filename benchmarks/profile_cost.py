@@ -1,0 +1,95 @@
+"""What `--profile` costs: decode steps with and without a trace in turn, within one process. The goal is less than 2%.
+
+    python -m benchmarks.profile_cost [--model PATH | --shape tinyllama-1.1b] [--batches 1,8]
+
+A round is a multiple of the steps between two samples of kernels, so that it has its share of them, and of the writes to the file. `again`
+are rounds without a trace, too: how far they are from the others is the noise of the machine. Without a trace there is nothing to measure:
+no observer is installed, which tests/engine/tools/test_trace.py checks, as it does the number of calls in a step with one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from benchmarks.compare.child import prompt
+from benchmarks.harness import Round, Spread, one_round, record, spread, table, take_turns
+from benchmarks.latency import ROUND_SECONDS, load_model, model_arguments, model_name, numbers
+from tinyvllm.engine.tools.stepping import Stepping
+from tinyvllm.engine.tools.trace import SAMPLE_EVERY, SAMPLE_EVERY_GPU
+from tinyvllm.engine.tools.trace_output import TraceFile
+from tinyvllm.engine.tracing import start_trace, stop_trace
+
+CONTEXT, LONGEST = 16, 1024  # tokens at the start of a round, and at its end at most
+
+
+@dataclass
+class Rounds:
+    """Decodes of `batch` sequences, `count` steps a round, each from the same contexts."""
+
+    stepping: Stepping
+    batch: int
+    path: Path
+    count: int
+
+    def without(self) -> float:
+        self.begin()
+        return one_round(lambda: self.stepping.steps(self.count)).seconds
+
+    def traced(self) -> float:
+        self.begin()
+        return one_round(self._traced_steps).seconds
+
+    def begin(self) -> None:
+        self.stepping.begin_tuned([prompt(CONTEXT, number) for number in range(self.batch)], 2)
+
+    def _traced_steps(self) -> None:
+        trace = start_trace(self.stepping.engine, TraceFile(str(self.path)))
+        self.stepping.steps(self.count)
+        stop_trace(self.stepping.engine, trace)
+
+
+def rounds_of(stepping: Stepping, batch: int, path: Path) -> Rounds:
+    """Rounds of about ROUND_SECONDS; both kinds have run once."""
+    every = SAMPLE_EVERY_GPU if stepping.engine.runner.overlaps else SAMPLE_EVERY
+    rounds = Rounds(stepping, batch, path, every)
+    rounds.traced()
+    count = round(ROUND_SECONDS / rounds.without())
+    rounds.count = every * max(1, min(count, (LONGEST - CONTEXT) // every - 1))
+    return rounds
+
+
+def ratio(timed: dict[str, list[Round]], name: str) -> float:
+    """The median over the pairs of rounds, less 1."""
+    return median(b.seconds / a.seconds for a, b in zip(timed["without"], timed[name], strict=True)) - 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="the cost of a trace, in seconds of a step")
+    model_arguments(parser)
+    parser.add_argument("--batches", type=numbers, default=[1, 8])
+    options = parser.parse_args()
+    most = max(options.batches)
+    llm = load_model(options, max_model_len=LONGEST, max_num_seqs=most, num_blocks=most * (LONGEST // 16 + 1))
+    stepping, rows, figures = Stepping(llm), list[list[object]](), list[dict[str, object]]()
+    spreads: list[Spread] = []
+    with TemporaryDirectory() as folder:
+        for batch in options.batches:
+            rounds = rounds_of(stepping, batch, Path(folder) / "trace.json")
+            timed = take_turns({"without": rounds.without, "with": rounds.traced, "again": rounds.without}, options.rounds)
+            each = {name: spread(some).divided(rounds.count) for name, some in timed.items()}
+            cost, noise = ratio(timed, "with"), ratio(timed, "again")
+            steps = (1e6 * each["without"].median, 1e6 * each["with"].median)
+            rows.append([f"decode {batch}", rounds.count, *steps, f"{cost:+.2%}", f"{noise:+.2%}"])
+            figures.append({"batch": batch, "steps": rounds.count, "cost": round(cost, 4), "noise": round(noise, 4),
+                            "us_without": round(steps[0], 1), "us_with": round(steps[1], 1)})  # fmt: skip
+            spreads += each.values()
+    print(table(["", "steps", "us without", "us with", "cost", "noise"], rows))
+    record("profile_cost", {"model": model_name(options), "runs": figures}, spreads)
+
+
+if __name__ == "__main__":
+    main()
