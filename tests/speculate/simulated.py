@@ -27,13 +27,15 @@ def constant(acceptance: float, confidence: float | None = None) -> Callable[[ra
 
 @dataclass
 class Simulation:
-    """`num_sequences` that run for some steps. `cost(rows)` is in seconds; `pass_cost` is what a drafter needs for each draft position."""
+    """`num_sequences` that run for some steps. `cost(rows)` is in seconds; a drafter needs `call_cost` for a call and `pass_cost` for each
+    draft position."""
 
     controller: Controller | None
     script: Callable[[random.Random, int, int, int], Draft]
     cost: Callable[[int], float]
     num_sequences: int = 1
     pass_cost: float = 0.0
+    call_cost: float = 0.0
     noise: float = 0.0
     seed: int = 1
     seconds: float = 0.0
@@ -63,8 +65,9 @@ class Simulation:
             self.proposed += sum(len(draft.tokens) for draft in drafts.values())
             if requests and self.pass_cost:
                 passes = max(r.max_drafts for r in requests)
-                self.seconds += self.pass_cost * passes
-                self.controller.observe_proposal(passes, self.pass_cost * passes)
+                took = self.call_cost + self.pass_cost * passes
+                self.seconds += took
+                self.controller.observe_proposal(passes, took)
             if any(draft.tokens for draft in drafts.values()):
                 counts = self.controller.choose(requests, list(drafts.values()), self.num_sequences)
                 chosen = {r.sequence.sequence_id: n for r, n in zip(requests, counts, strict=True)}

@@ -140,6 +140,14 @@ def test_a_drafter_that_runs_a_model_is_asked_for_what_pays(acceptance, pass_cos
         assert simulation.proposed < 0.05 * 800, "probes become rare"
 
 
+@pytest.mark.parametrize("acceptance", [0.5, 0.7, 0.9])
+def test_what_a_call_takes_by_itself_does_not_count_for_each_draft(acceptance):
+    """As with the bundled heads: most of a call is the host's, whatever the number of guesses, so that one guess never pays and six do."""
+    settings = {"script": constant(acceptance), "cost": COSTS["linear"], "pass_cost": 0.05, "call_cost": 0.6}
+    simulation = Simulation(adaptive(looks_up=False), noise=0.1, **settings).run(800)
+    assert simulation.rate >= 0.95 * best_fixed(FIXED, 800, **settings)
+
+
 def test_probes_of_a_model_become_rarer_and_find_that_it_pays_again():
     def script(rng: random.Random, number: int, length: int, count: int) -> Draft:
         return constant(0.95 if length > 1000 else 0.0)(rng, number, length, count)

@@ -7,11 +7,9 @@ curve (docs/decisions/0036-how-many-drafts-pay.md).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence as Row
 from dataclasses import dataclass
 from math import exp, log
-from statistics import median
 
 from tinyvllm.errors import ArgumentError
 from tinyvllm.request import Sequence
@@ -150,6 +148,7 @@ class Calibration:
 _DECAY, _PRIOR = 0.95, 1.5
 PATIENCE = 4  # times in a row that a sequence is asked in vain without a pause
 MAX_PAUSE_LOOKUP, MAX_PAUSE_MODEL = 16, 256  # tokens
+_SHORTEST = 1e-9  # seconds of a call, without its captures
 _PROOF = 2  # tokens of a guess that was not verified, all right, from the first: the text may have begun to repeat
 
 
@@ -196,7 +195,7 @@ class AdaptiveController:
         self._histories: dict[int, _History] = {}
         self._num_sequences = 1  # in the step
         self._time = 0  # tokens by which the sequences have advanced; those of drafts do not count
-        self._pass_seconds: deque[float] = deque(maxlen=15)
+        self._proposals = CostCurve()  # of a drafter's calls, by drafts of a sequence
 
     # ---- before a step ----
 
@@ -230,7 +229,9 @@ class AdaptiveController:
         for request, count in zip(requests, counts, strict=True):
             if count:
                 history = self._histories[request.sequence.sequence_id]
-                history.verified, history.misses, history.resume_at = True, 0, self._time
+                history.verified = True
+                if not history.probed or history.probe_pause < MAX_PAUSE_MODEL:  # the first probes are all made in a row
+                    history.misses, history.resume_at = 0, self._time
         return counts
 
     # ---- after a step ----
@@ -244,7 +245,7 @@ class AdaptiveController:
 
     def observe_proposal(self, num_drafts: int, seconds: float) -> None:
         """The drafter took so long for up to `num_drafts` drafts of each sequence."""
-        self._pass_seconds.append(seconds / num_drafts)
+        self._proposals.observe(num_drafts, max(seconds, _SHORTEST))
 
     def forget(self, sequence: Sequence) -> None:
         """Drop its history."""
@@ -274,7 +275,7 @@ class AdaptiveController:
     def _passes(self, histories: list[_History], awake: list[bool], num_rows: int) -> int:
         """How many drafts of each awake sequence pay, by acceptance at each position; 0 if none."""
         asked = [history for history, up in zip(histories, awake, strict=True) if up]
-        per_pass = median(self._pass_seconds) if self._pass_seconds else 0.0
+        fixed, per_pass = self._proposal_line()
         tokens, survivals = float(self._num_sequences), [1.0] * len(asked)
         best, best_rate = 0, (1 + MIN_GAIN) * tokens / self.curve.seconds(num_rows)
         for count, key in enumerate(self._calibration.position_keys(self._max_drafts), start=1):
@@ -282,10 +283,19 @@ class AdaptiveController:
             for i, history in enumerate(asked):
                 survivals[i] *= min(MAX_CHANCE, chance * history.ratio)
             tokens += sum(survivals)
-            rate = tokens / (self.curve.seconds(num_rows + count * len(asked)) + count * per_pass)
+            rate = tokens / (self.curve.seconds(num_rows + count * len(asked)) + fixed + count * per_pass)
             if rate > best_rate:
                 best, best_rate = count, rate
         return best
+
+    def _proposal_line(self) -> tuple[float, float]:
+        """Seconds of a call of a drafter that runs a model: its own, and those of a position. With one number measured, half is its own."""
+        points = self._proposals.points()
+        if not points:
+            return 0.0, 0.0
+        low, high = min(points), max(points)
+        per_pass = max(0.0, (points[high] - points[low]) / (high - low)) if low < high else points[low] / (2 * low)
+        return max(0.0, points[low] - low * per_pass), per_pass
 
     def _note(self, sequence: Sequence, draft: Draft) -> _History:
         """Keep the guess until its tokens come."""
@@ -334,7 +344,7 @@ class AdaptiveController:
             if not accepted:
                 break
             right += 1
-        if right >= _PROOF:
+        if right >= _PROOF or (right and history.probed):
             history.misses, history.resume_at = 0, 0
         elif right:
             history.misses = max(0, history.misses - 2)  # the call itself is one
