@@ -102,8 +102,7 @@ def resident(tensor: Tensor) -> np.ndarray | None:
     dtype = _to_np_dtype(tensor.dtype)
     assert dtype is not None
     memory = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer._buf.va_addr)
-    array: np.ndarray = np.ctypeslib.as_array(memory).view(dtype).reshape(tuple(int(d) for d in tensor.shape))
-    return array
+    return np.frombuffer(memory, dtype).reshape(tuple(int(d) for d in tensor.shape))
 
 
 class Reading:
@@ -122,7 +121,7 @@ class Reading:
 
 
 def read_async(tensor: Tensor) -> Reading:
-    """Start reading a realized, small tensor as it is once everything launched until now has run.
+    """Start reading a small tensor that a captured step writes, as it is once everything launched until now has run.
 
     With a backend's copies (CUDA, Metal) this only queues a copy; later launches and uploads do not change the result. On other devices
     this call waits.
@@ -130,7 +129,7 @@ def read_async(tensor: Tensor) -> Reading:
     buffer = buffer_of(tensor.uop)
     copies = hooks_of(buffer.device).copies
     if copies is None:
-        return Reading(None, download(tensor))
+        return Reading(None, peek(tensor))
     like = np.broadcast_to(np.empty((), _to_np_dtype(tensor.dtype)), tuple(int(d) for d in tensor.shape))
     return Reading(copies.read(buffer._buf, buffer.nbytes), like)
 

@@ -467,8 +467,8 @@ class Runner:
         return logits, best, states
 
     def tokens(self, sampled: Tensor) -> np.ndarray:
-        """Token ids [1, B] that a sampler left on the device, once they are there."""
-        return download(sampled).reshape(1, -1)
+        """Token ids [1, B] that a captured step left on the device, once they are there."""
+        return peek(sampled).reshape(1, -1)
 
     @staticmethod
     def gguf_metadata(path: Path) -> dict[str, object]:

@@ -44,7 +44,7 @@ class Sampler:
         self._changes = 0  # of parameters and flags
         # all by N, the number of rows of logits
         self._inputs: dict[int, tuple[np.ndarray, Tensor]] = {}  # parameter rows on the host and on the device, [N, columns]
-        self._prepared: dict[int, tuple[int, SamplingFlags]] = {}  # changes so far, and flags, at the last `prepare`
+        self._prepared: dict[int, tuple[int, SamplingFlags, list[int]]] = {}  # changes so far, flags and rows at the last `prepare`
         self._on_device: dict[int, np.ndarray] = {}  # parameter rows as they are on the device: each draw advances the positions
         self._mask_rows: dict[int, tuple[np.ndarray, Tensor]] = {}  # rows of the masks' table on the host and on the device, [N]
         self._steps: dict[tuple[int, SamplingFlags], Captured] = {}
@@ -120,14 +120,16 @@ class Sampler:
         if N not in self._inputs:
             device = copied(np.zeros((N, len(Column)), np.int32), self.device)
             self._inputs[N] = np.empty((N, len(Column)), dtype=np.int32), device
-        changes, flags = self._prepared.get(N, (-1, SamplingFlags()))
+        changes, flags, known_rows = self._prepared.get(N, (-1, SamplingFlags(), []))
         if reused and changes == self._changes:
             return flags
         host, device = self._inputs[N]
         n, rows = len(sequences), [self._scratch if sequence is None else sequence.row for sequence in sequences]
+        if changes == self._changes and not flags and rows == known_rows:  # plainly greedy: no parameter depends on the position
+            return flags
         host[:n], host[n:] = self._parameters[rows], self._parameters[self._scratch]
         flags = self.flags(sequences)
-        self._prepared[N] = self._changes, flags
+        self._prepared[N] = self._changes, flags, rows
         host[:n, Column.POSITION] = self._positions(sequences)
         known = self._on_device.get(N)
         if known is None or not np.array_equal(host, known):

@@ -274,16 +274,15 @@ class AdaptiveController:
 
     def _passes(self, histories: list[_History], awake: list[bool], num_rows: int) -> int:
         """How many drafts of each awake sequence pay, by acceptance at each position; 0 if none."""
-        asked = [history for history, up in zip(histories, awake, strict=True) if up]
+        ratios = [history.ratio for history, up in zip(histories, awake, strict=True) if up]
         fixed, per_pass = self._proposal_line()
-        tokens, survivals = float(self._num_sequences), [1.0] * len(asked)
-        best, best_rate = 0, (1 + MIN_GAIN) * tokens / self.curve.seconds(num_rows)
+        tokens, survivals, seconds = float(self._num_sequences), [1.0] * len(ratios), self.curve.seconds
+        best, best_rate = 0, (1 + MIN_GAIN) * tokens / seconds(num_rows)
         for count, key in enumerate(self._calibration.position_keys(self._max_drafts), start=1):
             chance = self._calibration.chance(key)
-            for i, history in enumerate(asked):
-                survivals[i] *= min(MAX_CHANCE, chance * history.ratio)
+            survivals = [survival * min(MAX_CHANCE, chance * ratio) for survival, ratio in zip(survivals, ratios, strict=True)]
             tokens += sum(survivals)
-            rate = tokens / (self.curve.seconds(num_rows + count * len(asked)) + fixed + count * per_pass)
+            rate = tokens / (seconds(num_rows + count * len(ratios)) + fixed + count * per_pass)
             if rate > best_rate:
                 best, best_rate = count, rate
         return best
