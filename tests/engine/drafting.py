@@ -23,13 +23,13 @@ class Fixed:
         self.checked: list[tuple[int, int]] = []  # drafts and accepted ones, as observed
         self.steps: list[int] = []  # rows
 
-    def limits(self, sequences: Row[Sequence], num_rows: int) -> list[int]:
+    def limits(self, sequences: Row[Sequence], num_sequences: int) -> list[int]:
         return [self.K] * len(sequences)
 
     def rest(self, sequences: Row[Sequence]) -> int:
         return 0
 
-    def choose(self, requests: Row[DraftRequest], drafts: Row[Draft], num_rows: int) -> list[int]:
+    def choose(self, requests: Row[DraftRequest], drafts: Row[Draft], num_sequences: int) -> list[int]:
         return [len(draft.tokens) for draft in drafts]
 
     def observe_proposal(self, num_drafts: int, seconds: float) -> None:
@@ -39,8 +39,8 @@ class Fixed:
         assert 0 <= num_accepted <= num_drafts
         self.checked.append((num_drafts, num_accepted))
 
-    def observe_step(self, num_rows: int, seconds: float) -> None:
-        self.steps.append(num_rows)
+    def observe_step(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
+        self.steps.append(num_sequences + num_drafts)
 
     def forget(self, sequence: Sequence) -> None:
         pass

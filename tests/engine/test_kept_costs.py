@@ -34,30 +34,30 @@ def kept(method: str = "suffix", threads: int = 2, **options: Any) -> KeptCosts:
 
 
 def learned(costs: KeptCosts) -> KeptCosts:
-    for rows, seconds in ((1, 0.25), (2, 0.5), (9, 0.75)):
+    for rows, drafts, seconds in ((1, 0, 0.25), (2, 0, 0.5), (2, 7, 0.75)):
         for _ in range(MIN_SAMPLES):
-            costs.curve.observe(rows, seconds)
+            costs.costs.observe(rows, drafts, seconds)
     return costs
 
 
 def test_the_next_engine_begins_with_the_curve(folder):
     costs = kept()
-    assert costs.curve.points() == {}
+    assert costs.costs.points() == {}
     learned(costs).save()
-    assert kept().curve.points() == {1: 0.25, 2: 0.5, 9: 0.75}
+    assert kept().costs.points() == {(1, 0): 0.25, (2, 0): 0.5, (2, 7): 0.25}
     assert (folder / costs.place).stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("other", [{"threads": 1}, {"method": "eagle3"}, {"kv_cache_dtype": "int8"}, {"block_size": 32}])
 def test_what_times_depend_on_is_in_the_name(other):
     learned(kept()).save()
-    assert kept(**other).curve.points() == {}
+    assert kept(**other).costs.points() == {}
 
 
 def test_another_version_measures_again(monkeypatch):
     learned(kept()).save()
     monkeypatch.setattr(kept_costs, "VERSION", "999")
-    assert kept().curve.points() == {}
+    assert kept().costs.points() == {}
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,9 @@ def test_another_version_measures_again(monkeypatch):
         (json.dumps({str(MAX_ROWS + 1): 1.0}).encode(), "1 to"),
         (b'{"' + b"9" * 5000 + b'": 1.0}', "1 to"),
         ('{"\u0663": 1.0}'.encode(), "1 to"),
+        (b'{"1+0": 1.0}', "1 to"),
+        (b'{"1+": 1.0}', "1 to"),
+        (b'{"1+2+3": 1.0}', "1 to"),
         (b'{"1": 0}', "more than 0"),
         (b'{"1": -1}', "more than 0"),
         (b'{"1": NaN}', "more than 0"),
@@ -85,12 +88,12 @@ def test_content_that_is_no_curve_is_discarded_with_one_line(folder, caplog, con
     place = kept().place
     assert cache.open_cache().write(place, content)
     with caplog.at_level(logging.WARNING, logger="tinyvllm"):
-        assert kept().curve.points() == {}
+        assert kept().costs.points() == {}
     (record,) = caplog.records
     assert message in record.getMessage() and "built again" in record.getMessage() and "\n" not in record.getMessage()
     assert not (folder / place).exists()
     learned(kept()).save()
-    assert kept().curve.points()
+    assert kept().costs.points()
 
 
 @pytest.mark.parametrize("damage", ["changed", "truncated", "link", "others can write"])
@@ -110,7 +113,7 @@ def test_a_damaged_file_is_not_believed(folder, caplog, damage):
         case "others can write":
             path.chmod(0o666)
     with caplog.at_level(logging.WARNING, logger="tinyvllm"):
-        assert kept().curve.points() == {}
+        assert kept().costs.points() == {}
     assert len(caplog.records) == 1 and "not used" in caplog.text
 
 
@@ -122,11 +125,11 @@ def test_engines_keep_it(folder):
         llm.generate([{"prompt_token_ids": [0, 11, 12]}], [wanted])
     assert not (folder / "costs").exists()
     with LLM(**options, speculative_config="auto") as llm:
-        assert llm.engine._kept_costs.curve.points() == {}
+        assert llm.engine._kept_costs.costs.points() == {}
         for _ in range(2):
             llm.generate([{"prompt_token_ids": [0, 11, 12, 13]}], [wanted])
-        points = llm.engine._kept_costs.curve.points()
-    assert 1 in points
+        points = llm.engine._kept_costs.costs.points()
+    assert (1, 0) in points
     with LLM(**options, speculative_config="auto") as llm:
-        assert llm.engine._kept_costs.curve.points() == points
-        assert llm.engine.speculation._controller.curve is llm.engine._kept_costs.curve
+        assert llm.engine._kept_costs.costs.points() == points
+        assert llm.engine.speculation._controller.costs is llm.engine._kept_costs.costs

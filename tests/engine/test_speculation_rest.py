@@ -44,8 +44,8 @@ class Every(Fixed):
 class Quiet(SuffixDrafter):
     """Finds nothing, whatever the text."""
 
-    def recurs(self, sequence: Any, tenant: str) -> bool:
-        super().recurs(sequence, tenant)
+    def recurs(self, sequence: Any, tenant: str, times: int = 1) -> bool:
+        super().recurs(sequence, tenant, times)
         return False
 
 
@@ -172,7 +172,7 @@ def test_the_rest_of_a_batch_is_not_another_batchs() -> None:
     assert speculation.rests(Schedule([Scheduled(first, 2, 1, 1)])) and speculation.rests(
         Schedule([Scheduled(first, 2, 1, 1)], reused=True)
     )
-    drafter.recurs = lambda sequence, tenant: True  # type: ignore[method-assign]
+    drafter.recurs = lambda sequence, tenant, times=1: True  # type: ignore[method-assign]
     assert not speculation.rests(Schedule([Scheduled(second, 2, 1, 1)]))
     assert not speculation.rests(Schedule([Scheduled(second, 2, 1, 1)], reused=True))
 

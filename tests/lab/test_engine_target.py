@@ -19,6 +19,7 @@ from tinyvllm.lab.prompts import LabPrompt
 from tinyvllm.lab.run import SweepRun, broken_promises
 from tinyvllm.lab.sweep import parse_sweep
 from tinyvllm.lab.target import Job, Limits
+from tinyvllm.speculate.cost_curve import StepCosts
 
 SETTINGS: dict[str, Any] = {
     "drafters": ["ngram", "suffix"],
@@ -204,8 +205,10 @@ def test_alternating_with_heads_captures_nothing_again(tiny_model: Path, target:
     assert counts[1] == counts[2]
 
 
-def test_a_cell_drafts_from_the_answers_of_the_turn_before(target: EngineTarget) -> None:
-    """Learned between two turns, as while a server is idle: each turn has speculation of its own."""
+def test_a_cell_drafts_from_the_answers_of_the_turn_before(target: EngineTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learned between two turns, as while a server is idle: each turn has speculation of its own. Drafts cost nothing here."""
+    monkeypatch.setattr(StepCosts, "knows", lambda self, sequences: True)
+    monkeypatch.setattr(StepCosts, "seconds", lambda self, sequences, drafts: 1.0)
     sweep = sweep_of(Path("unused"), drafters=["suffix"], k=["auto"], policies=["exact"], temperatures=[0])
     (cell,) = [cell for cell in sweep.cells() if not cell.is_baseline]
     jobs = [Job(LabPrompt(token_ids=tuple(range(first, first + 12))), 0) for first in (3, 40)]

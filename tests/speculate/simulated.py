@@ -86,7 +86,9 @@ class Simulation:
         self.counts.append(rows - self.num_sequences)
         if self.controller is not None:
             spike = 10.0 if self.noise and self._rng.random() < 0.02 else 1.0
-            self.controller.observe_step(rows, took * spike * (1 + self.noise * self._rng.random()))
+            self.controller.observe_step(
+                self.num_sequences, rows - self.num_sequences, took * spike * (1 + self.noise * self._rng.random())
+            )
 
     @property
     def rate(self) -> float:

@@ -23,7 +23,7 @@ class Answers(NgramDrafter):
         super().__init__()
         self.lengths, self.looks = lengths, list[tuple[int, int]]()
 
-    def recurs(self, sequence: Sequence, tenant: str) -> bool:
+    def recurs(self, sequence: Sequence, tenant: str, times: int = 1) -> bool:
         self.looks.append((sequence.sequence_id, len(sequence.output_token_ids)))
         return len(sequence.output_token_ids) in self.lengths
 
@@ -37,7 +37,7 @@ def answers(watch: Watch, one: Sequence, count: int) -> list[int]:
     found = []
     for length in range(1, count + 1):
         one.output_token_ids.append(length)
-        if watch.any_recurs([decode(one)]):
+        if watch.recurring([decode(one)]):
             found.append(length)
     return found
 
@@ -47,14 +47,14 @@ def test_looks_in_vain_have_pauses():
     watch, one = Watch(drafter), sequence([1, 2, 3])
     assert answers(watch, one, 20) == []
     assert [length for _, length in drafter.looks] == [FIRST_LOOK, SECOND_LOOK, SECOND_LOOK + PAUSE, SECOND_LOOK + 2 * PAUSE]
-    assert watch.pause == 3 and not watch.recurs(one)
+    assert watch.pause == 3
     watch.forget(one)
-    assert len(watch) == 0 and not watch.recurs(one)
+    assert len(watch) == 0
 
 
 def test_while_it_recurs_each_token_is_looked_at():
     watch, one = Watch(Answers(5, 6, 7, 11)), sequence([1, 2, 3])
-    assert answers(watch, one, 7) == [5, 6, 7] and watch.recurs(one)
+    assert answers(watch, one, 7) == [5, 6, 7]
     assert answers(watch, one, 1) == [] and watch.pause == PAUSE
 
 
@@ -71,7 +71,7 @@ def test_each_sequence_of_a_batch_has_its_own_pauses():
     drafter = Answers()
     watch, both = Watch(drafter), [sequence([1], [5], 0), sequence([2], [7] * 30, 1)]
     for _ in range(7):
-        watch.any_recurs([decode(one) for one in both])
+        watch.recurring([decode(one) for one in both])
         for one in both:
             one.output_token_ids.append(0)
     assert drafter.looks == [(0, 1), (1, 30), (0, 5), (1, 36)] and watch.pause == 4
@@ -84,7 +84,7 @@ def test_a_large_batch_is_looked_at_in_few_steps():
     calls: list[int] = []
     for step in range(64):
         before = len(drafter.looks)
-        watch.any_recurs([decode(one) for one in many[: 1 + 2 * step]])
+        watch.recurring([decode(one) for one in many[: 1 + 2 * step]])
         calls.append(len(drafter.looks) - before)
         for one in many:
             one.output_token_ids.append(0)
@@ -93,7 +93,7 @@ def test_a_large_batch_is_looked_at_in_few_steps():
     step = 0
     while step < 64:
         before = len(drafter.looks)
-        watch.any_recurs([decode(one) for one in many])
+        watch.recurring([decode(one) for one in many])
         calls.append(len(drafter.looks) - before)
         for one in many:
             one.output_token_ids += [0] * watch.pause
@@ -106,7 +106,7 @@ def test_a_new_sequence_of_a_large_batch_has_its_first_looks():
     watch, many = Watch(drafter), [sequence([1], [5] * 9, i) for i in range(64)]
     many[0].output_token_ids.clear()
     for _ in range(8):
-        watch.any_recurs([decode(one) for one in many])
+        watch.recurring([decode(one) for one in many])
         for one in many:
             one.output_token_ids.append(0)
     assert [length for number, length in drafter.looks if number == 0] == [FIRST_LOOK, SECOND_LOOK]

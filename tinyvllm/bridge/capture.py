@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tinygrad import Device, Tensor, UOp
@@ -139,7 +139,7 @@ _work = CaptureWork()
 
 def capture_work() -> CaptureWork:
     """The captures of this process so far."""
-    return replace(_work)
+    return CaptureWork(_work.count, _work.seconds, _work.loaded)  # `replace` takes 3 us, 40 between two steps of a model
 
 
 CapturedCall = tuple[Captured, tuple[Tensor, ...], dict[str, int]]  # a captured step, its tensors and its variables' values

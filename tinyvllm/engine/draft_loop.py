@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 MAX_FAILED_CHECKS = 3  # steps with drafts that raised, memory that ran out not counted; then there are no more drafts
-TIMED = 8  # steps that rest, of which one's time is taken
+TIMED = 4  # looks in vain, of which one's step is timed: drafts are weighed against what steps without them cost
 
 
 class SpeculativeLoop:
@@ -39,51 +39,57 @@ class SpeculativeLoop:
         self.stages, self.single, self.speculation, self.policy = stages, single, speculation, policy
         self._must_read = False  # the tokens of the step in flight may have drafts after them
         self._withheld: set[int] = set()  # ids of sequences that had drafts in a step that raised
-        self._num_failed = self._num_resting = 0
-        self._launched: float | None = None  # when the step in flight was launched, if that was right after one without drafts
+        self._num_failed = self._num_vain = 0
+        self._launched: float | None = None  # when the step in flight was launched, if the time from there to the next one is wanted
 
     @property
     def in_flight(self) -> bool:
         return self.single.in_flight
 
     def read(self) -> None:
+        self._must_read, self._launched = False, None
         self.single.read()
 
     def discard(self) -> None:
+        self._must_read, self._launched = False, None
         self.single.discard()
 
     def follow(self) -> bool:
         if not self.single.in_flight:
             return False
-        if self._must_read:
-            self._must_read, self._launched = False, None
-            self.single.read()
+        speculation, schedule = self.speculation, self.stages.scheduled
+        if self._must_read or schedule is None:
+            self.read()
             return False
-        schedule = self.stages.scheduled
-        rests = schedule is not None and self.speculation.rests(schedule)
-        if rests and not self._is_timed(2):  # two: the time of one ends where the next is launched
-            self._launched = None
+        rests = schedule.reused and len(speculation.rest_output) < speculation.rest_until
+        if rests and self._launched is None:
             return self.single.follow()
-        captures, start = self.stages.runner.capture_work().count, self._launched
-        launched = self.single.follow()
-        self._launched = time.perf_counter() if launched else None
-        if launched and (schedule := self.stages.scheduled) is not None:
-            if start is not None:
-                self._time(len(schedule.entries), start, captures)
-            self._must_read = not rests and self.speculation.would_guess([entry.sequence for entry in schedule.entries])
-        return launched
+        return self._follow(schedule, rests or speculation.rests(schedule))
 
-    def _is_timed(self, steps: int) -> bool:
-        """Whether a step without a look for drafts is timed: `steps` in a row of TIMED. Drafts are weighed against what steps without them
-        cost, also where the text has had none yet.
-        """
-        self._num_resting += 1
-        return self._num_resting % TIMED < steps
+    def _follow(self, schedule: Schedule, rests: bool) -> bool:
+        """`follow` where the next step's time is wanted, or where drafts may follow the step in flight."""
+        captures, start, self._launched = self.stages.runner.capture_work().count, self._launched, None
+        if not self.single.follow():
+            return False
+        if start is not None:
+            self._time(len(schedule.entries), 0, start, captures)
+        if not rests or (start is None and self._is_timed()):
+            self._launched = time.perf_counter()
+        self._must_read = not rests and self.speculation.would_guess([entry.sequence for entry in schedule.entries])
+        return True
+
+    def _is_timed(self) -> bool:
+        """Whether a step after a look in vain is timed."""
+        self._num_vain += 1
+        return self._num_vain % TIMED == 1
 
     def run(self, schedule: Schedule) -> None:
-        self._must_read, self._launched = False, None
-        if self.speculation.rests(schedule):
-            if self._is_timed(1):
+        speculation = self.speculation
+        if schedule.reused and len(speculation.rest_output) < speculation.rest_until:  # most steps: nothing more is added to them
+            self.single.run(schedule)
+            return
+        if speculation.rests(schedule):
+            if self._is_timed():
                 self._run_plain(schedule)
             else:
                 self.single.run(schedule)
@@ -102,12 +108,12 @@ class SpeculativeLoop:
         self.single.run(schedule)
         num_steps = len(first) - length  # 0: in flight, or a prompt
         if num_steps and all(entry.is_decode for entry in schedule.entries):
-            self._time(len(schedule.entries), start, captures, num_steps)
+            self._time(len(schedule.entries), 0, start, captures, num_steps)
 
-    def _time(self, num_rows: int, start: float, captures: int, num_steps: int = 1) -> None:
+    def _time(self, num_sequences: int, num_drafts: int, start: float, captures: int, num_steps: int = 1) -> None:
         """Report steps since `start`, unless something was captured in them: there had been `captures` before."""
         if self.stages.runner.capture_work().count == captures:
-            self.speculation.timed(num_rows, (time.perf_counter() - start) / num_steps)
+            self.speculation.timed(num_sequences, num_drafts, (time.perf_counter() - start) / num_steps)
 
     def _drafts(self, schedule: Schedule) -> Drafts:
         recovers = self.stages.scheduler.max_admissions is not None
@@ -151,7 +157,8 @@ class SpeculativeLoop:
             self.speculation.checked(entry, accepted)
             stages.observer.drafts_checked(owner, len(entry.drafts), accepted)
         if len(check.rows) == schedule.num_tokens:
-            self._time(len(check.rows), start, captures)
+            num_sequences = len(schedule.entries)
+            self._time(num_sequences, len(check.rows) - num_sequences, start, captures)
 
 
 class _Check:

@@ -112,7 +112,7 @@ class Engine:
             chosen = config.speculative_config
             drafter = open_any_drafter(config, chosen, runner, self.tokenizer)
             self._kept_costs = KeptCosts(runner, config, chosen.method)
-            self.speculate(drafter, open_controller(chosen, drafter, self._kept_costs.curve), open_policy(chosen))
+            self.speculate(drafter, open_controller(chosen, drafter, self._kept_costs.costs), open_policy(chosen))
         self.recovery = StepRecovery(self.stages, lambda: self.loop)
         self._run_ahead = run_ahead
         self._warmup = new_warmup(runner, self.sampler, config, run_ahead, self.speculation)

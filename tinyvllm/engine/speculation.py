@@ -31,7 +31,8 @@ log = logging.getLogger("tinyvllm")
 MAX_PROPOSE_SECONDS = 2.0  # one call; all requests wait for it
 IDLE_TOKENS = 2048  # of past outputs that an idle engine learns in a row, some 2 ms: a request that comes waits for them
 MAX_ENDED = 1024  # sequences that wait to be forgotten
-PROMPT_TOKENS = 256  # of past outputs that are learned next to a step with prompts, some 0.2 ms: an engine may never be idle
+PROMPT_TOKENS = 48  # of past outputs that are learned next to a step with prompts, some 40 us: an engine may never be idle
+MAX_NEXT_TO_PROMPTS = 8  # decodes that get drafts of a lookup next to prompts: with more, no row is cheap, and what it takes is not known
 
 Drafts = dict[int, list[int]]  # by sequence id; none of them empty
 
@@ -52,10 +53,11 @@ class Speculation:
         self.drafter, self._controller, self._requests, self._clock = drafter, controller, requests, clock
         self._vocab_size, self._max_model_len = vocab_size, max_model_len
         self._observed: dict[int, int] = {}  # by sequence id: how many of its tokens the drafter has observed
-        self._wanting: list[Sequence] = []  # those of the last step that may have drafts
-        self._rest: tuple[list[int], int] | None = (
-            None  # the output of a sequence of the last step, and its length until which nothing is called
-        )
+        self._candidates: list[Sequence] = []  # with a watch: those that recur
+        self._wanting: list[Sequence] = []  # those that the controller was called for last
+        # Until this output, of a sequence of the last step, has that length, steps of the same sequences have no drafts.
+        self.rest_output: list[int] = []
+        self.rest_until = 0
         self._lookup = drafter if isinstance(drafter, LookupDrafter) else None
         self._states = drafter if isinstance(drafter, StateDrafter) else None  # once: such a test of a protocol takes 40 us
         self._watch = Watch(self._lookup) if self._lookup is not None and controller.pauses else None
@@ -68,42 +70,44 @@ class Speculation:
     def rests(self, schedule: Schedule) -> bool:
         """Whether the next step has no drafts: neither drafter nor controller need be called for it.
 
-        This runs between most steps, when the code has left the processor's caches, so it does as little as possible.
+        The loop calls it only where `rest_output` does not say so already.
         """
-        rest = self._rest
-        if rest is not None and schedule.reused and len(rest[0]) < rest[1]:
-            return True
-        self._rest = None
+        self.rest_until = 0
         if self._watch is None or not self.on:
             return not self.on
         try:  # as _Guard, for less
-            return not self._any_recurs(schedule)
+            return not self._any_recurs(schedule, self._watch)
         except Exception as error:
             self.switch_off("recurs", error)
             return True
 
-    def _any_recurs(self, schedule: Schedule) -> bool:
+    def _any_recurs(self, schedule: Schedule, watch: Watch) -> bool:
         """Whether a decode of the schedule may get drafts; else it rests until the watch looks again."""
-        assert self._watch is not None
         entries = schedule.entries
         if not schedule.reused:
             entries = [entry for entry in entries if entry.is_decode]
             if self._learns and len(entries) < len(schedule.entries):
                 self._learn_past(PROMPT_TOKENS)
-            if not entries:
+            if not entries or (len(entries) > MAX_NEXT_TO_PROMPTS and len(entries) < len(schedule.entries)):
                 return False
-        if self._watch.any_recurs(entries):
+        self._candidates = watch.recurring(entries, schedule.reused)
+        if self._candidates:
             return True
-        output = entries[0].sequence.output_token_ids
-        self._rest = output, len(output) + self._watch.pause
+        self._begin_rest(entries[0].sequence, watch.pause)
         return False
+
+    def _begin_rest(self, sequence: Sequence, num_tokens: int) -> None:
+        """Steps of the same sequences have no drafts until this one has that many more tokens."""
+        self.rest_output = sequence.output_token_ids
+        self.rest_until = len(self.rest_output) + num_tokens
 
     def propose(self, schedule: Schedule) -> Drafts:
         """Drafts for the decodes of a schedule, as far as the controller wants them."""
         if not self.on:
             return {}
         with _Guard(self, "propose"):
-            return self._propose([entry.sequence for entry in schedule.entries if entry.is_decode], len(schedule.entries))
+            decodes = [entry.sequence for entry in schedule.entries if entry.is_decode]
+            return self._propose(decodes if self._watch is None else self._candidates, len(decodes))
         return {}
 
     def would_guess(self, sequences: list[Sequence]) -> bool:
@@ -111,18 +115,21 @@ class Speculation:
         if not self.on:
             return False
         with _Guard(self, "propose"):
-            running = [s for s in sequences if not s.finished]
+            running = [s for s in (sequences if self._watch is None else self._candidates) if not s.finished]
             look = self._propose if self.drafter.looks_up else self._requests_of
             return bool(look(running, len(sequences)))
         return False
 
-    def _propose(self, sequences: list[Sequence], num_rows: int) -> Drafts:
-        requests, drafts = self._requests_of(sequences, num_rows), Drafts()
+    def _propose(self, sequences: list[Sequence], num_sequences: int) -> Drafts:
+        """Drafts for some of a step's `num_sequences` decodes."""
+        requests, drafts = self._requests_of(sequences, num_sequences), Drafts()
         if requests:
-            drafts = self._choose(requests, self._ask(requests), num_rows)
-        if not drafts and self._wanting:
-            output = self._wanting[0].output_token_ids
-            self._rest = output, len(output) + self._controller.rest(self._wanting)
+            drafts = self._choose(requests, self._ask(requests), num_sequences)
+        if not drafts and sequences:
+            rests = [self._controller.rest(self._wanting)] if self._wanting else []
+            if self._watch is not None:
+                rests.append(self._watch.pause)
+            self._begin_rest(sequences[0], min(rests, default=0))
         return drafts
 
     def _ask(self, requests: list[DraftRequest]) -> list[Draft]:
@@ -139,28 +146,24 @@ class Speculation:
             draft.tokens = self._usable(draft, request.max_drafts)
         return drafts
 
-    def _choose(self, requests: list[DraftRequest], drafts: list[Draft], num_rows: int) -> Drafts:
+    def _choose(self, requests: list[DraftRequest], drafts: list[Draft], num_sequences: int) -> Drafts:
         """What the controller wants verified."""
         if not any(draft.tokens for draft in drafts):
             return {}
-        counts = self._controller.choose(requests, drafts, num_rows)
+        counts = self._controller.choose(requests, drafts, num_sequences)
         chosen = {r.sequence.sequence_id: d.tokens[: max(0, n)] for r, d, n in zip(requests, drafts, counts, strict=True)}
         return {number: tokens for number, tokens in chosen.items() if tokens}
 
-    def _requests_of(self, sequences: list[Sequence], num_rows: int) -> list[DraftRequest]:
+    def _requests_of(self, sequences: list[Sequence], num_sequences: int) -> list[DraftRequest]:
         """The sequences that may get drafts. Beams get none: which of them continues is decided by comparing them after each token."""
-        owners, self._rest = self._requests.owners, None
-        self._wanting = sequences = [s for s in sequences if not isinstance(owners.get(s.sequence_id), BeamState)]
+        self._wanting = sequences = [s for s in sequences if not isinstance(self._requests.owners.get(s.sequence_id), BeamState)]
         for sequence in sequences:
             self._observe(sequence)
         if not sequences:
             return []
-        limits = self._controller.limits(sequences, num_rows)
+        limits = self._controller.limits(sequences, num_sequences)
         wanted = [min(limit, self._room(s)) for s, limit in zip(sequences, limits, strict=True)]
-        watch = self._watch
-        return [
-            DraftRequest(s, n, tenant_of(s)) for s, n in zip(sequences, wanted, strict=True) if n > 0 and (watch is None or watch.recurs(s))
-        ]
+        return [DraftRequest(s, n, tenant_of(s)) for s, n in zip(sequences, wanted, strict=True) if n > 0]
 
     def _room(self, sequence: Sequence) -> int:
         """How many drafts could become output, with the token that follows the last of them."""
@@ -238,11 +241,11 @@ class Speculation:
             with _Guard(self, "observe_states"):
                 self._states.observe_states(states, rows)
 
-    def timed(self, num_rows: int, seconds: float) -> None:
-        """A step of `num_rows` rows, all of decodes and drafts, took so long."""
+    def timed(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
+        """A step of decodes and drafts took so long."""
         if self.on:
             with _Guard(self, "the controller's observe_step"):
-                self._controller.observe_step(num_rows, seconds)
+                self._controller.observe_step(num_sequences, num_drafts, seconds)
 
     def release(self, sequence: Sequence) -> None:
         """The sequence has ended. A lookup drafter forgets it later, out of its request's time: `on_idle`, or next to the next prompt."""

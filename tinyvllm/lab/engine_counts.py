@@ -77,14 +77,14 @@ class CountedController:
     def pauses(self) -> bool:
         return self._inner.pauses
 
-    def limits(self, sequences: Row[Sequence], num_rows: int) -> list[int]:
-        return self._inner.limits(sequences, num_rows)
+    def limits(self, sequences: Row[Sequence], num_sequences: int) -> list[int]:
+        return self._inner.limits(sequences, num_sequences)
 
     def rest(self, sequences: Row[Sequence]) -> int:
         return self._inner.rest(sequences)
 
-    def choose(self, requests: Row[DraftRequest], drafts: Row[Draft], num_rows: int) -> list[int]:
-        return self._inner.choose(requests, drafts, num_rows)
+    def choose(self, requests: Row[DraftRequest], drafts: Row[Draft], num_sequences: int) -> list[int]:
+        return self._inner.choose(requests, drafts, num_sequences)
 
     def observe_proposal(self, num_drafts: int, seconds: float) -> None:
         self._counter.add_drafting(seconds)
@@ -93,8 +93,8 @@ class CountedController:
     def observe(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         self._inner.observe(sequence, num_drafts, num_accepted)
 
-    def observe_step(self, num_rows: int, seconds: float) -> None:
-        self._inner.observe_step(num_rows, seconds)
+    def observe_step(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
+        self._inner.observe_step(num_sequences, num_drafts, seconds)
 
     def forget(self, sequence: Sequence) -> None:
         self._inner.forget(sequence)

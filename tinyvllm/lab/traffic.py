@@ -194,7 +194,8 @@ class Simulation:
         counts.turns, counts.steps = (counts.turns or 0) + len(self._running), counts.steps + 1
         milliseconds = self._costs(rows)
         if self._controller is not None:
-            self._controller.observe_step(rows, milliseconds / 1000)
+            num_sequences = len(self._running)
+            self._controller.observe_step(num_sequences, rows - num_sequences, milliseconds / 1000)
         self._pass(milliseconds)
 
     def _drafts(self) -> list[list[int]]:
@@ -202,23 +203,26 @@ class Simulation:
         if self._drafter is None or self._controller is None:
             return [[] for _ in self._running]
         started, sequences = self._clock(), [running.sequence for running in self._running]
-        watch, chosen = self._watch, dict[int, list[int]]()
-        if watch is None or watch.any_recurs(self._running):
-            limits = self._controller.limits(sequences, len(sequences))
-            wanted = [min(limit, running.num_missing - 1) for running, limit in zip(self._running, limits, strict=True)]
-            each = [(r, n) for r, n in zip(self._running, wanted, strict=True) if n > 0 and (watch is None or watch.recurs(r.sequence))]
-            chosen = self._chosen([DraftRequest(r.sequence, n, r.recorded.tenant) for r, n in each], len(sequences))
+        candidates = self._running
+        if self._watch is not None:
+            recurring = {sequence.sequence_id for sequence in self._watch.recurring(self._running)}
+            candidates = [running for running in self._running if running.sequence.sequence_id in recurring]
+        chosen = dict[int, list[int]]()
+        if candidates:
+            limits = self._controller.limits([running.sequence for running in candidates], len(sequences))
+            each = [(r, min(limit, r.num_missing - 1)) for r, limit in zip(candidates, limits, strict=True)]
+            chosen = self._chosen([DraftRequest(r.sequence, n, r.recorded.tenant) for r, n in each if n > 0], len(sequences))
         seconds = self._clock() - started
         self.outcome.counts.draft_ms = (self.outcome.counts.draft_ms or 0.0) + 1000 * seconds
         self._pass(1000 * seconds)
         return [chosen.get(sequence.sequence_id, []) for sequence in sequences]
 
-    def _chosen(self, requests: list[DraftRequest], num_rows: int) -> dict[int, list[int]]:
+    def _chosen(self, requests: list[DraftRequest], num_sequences: int) -> dict[int, list[int]]:
         assert self._drafter is not None and self._controller is not None
         if not requests:
             return {}
         drafts: list[Draft] = self._drafter.propose(requests)
-        numbers = self._controller.choose(requests, drafts, num_rows)
+        numbers = self._controller.choose(requests, drafts, num_sequences)
         each = zip(requests, drafts, numbers, strict=True)
         return {request.sequence.sequence_id: draft.tokens[: min(number, request.max_drafts)] for request, draft, number in each}
 

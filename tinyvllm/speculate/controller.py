@@ -13,7 +13,7 @@ from math import exp, log
 
 from tinyvllm.errors import ArgumentError
 from tinyvllm.request import Sequence
-from tinyvllm.speculate.cost_curve import CostCurve
+from tinyvllm.speculate.cost_curve import MAX_FEW, CostCurve, StepCosts
 from tinyvllm.speculate.protocol import Draft, DraftRequest
 from tinyvllm.speculative import MAX_DRAFTS
 
@@ -30,7 +30,7 @@ class FixedController:
     def __init__(self, num_drafts: int):
         self._num_drafts = _checked(num_drafts)
 
-    def limits(self, sequences: Row[Sequence], num_rows: int) -> list[int]:
+    def limits(self, sequences: Row[Sequence], num_sequences: int) -> list[int]:
         """The number, for each."""
         return [self._num_drafts] * len(sequences)
 
@@ -38,14 +38,14 @@ class FixedController:
         """None."""
         return 0
 
-    def choose(self, requests: Row[DraftRequest], drafts: Row[Draft], num_rows: int) -> list[int]:
+    def choose(self, requests: Row[DraftRequest], drafts: Row[Draft], num_sequences: int) -> list[int]:
         """All of each draft."""
         return [len(draft.tokens) for draft in drafts]
 
     def observe(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Nothing is learned."""
 
-    def observe_step(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         """Nothing is learned."""
 
     def observe_proposal(self, num_drafts: int, seconds: float) -> None:
@@ -73,7 +73,7 @@ class WindowController(FixedController):
         self._window, self._raise_at, self._lower_at = window, raise_at, lower_at
         self._counts: dict[int, tuple[int, int, int]] = {}  # number of drafts; verified and accepted since it changed
 
-    def limits(self, sequences: Row[Sequence], num_rows: int) -> list[int]:
+    def limits(self, sequences: Row[Sequence], num_sequences: int) -> list[int]:
         """Each sequence's own number."""
         return [self._count(sequence)[0] for sequence in sequences]
 
@@ -149,7 +149,34 @@ _DECAY, _PRIOR = 0.95, 1.5
 PATIENCE = 4  # times in a row that a sequence is asked in vain without a pause
 MAX_PAUSE_LOOKUP, MAX_PAUSE_MODEL = 16, 256  # tokens
 _SHORTEST = 1e-9  # seconds of a call, without its captures
+MAX_PAUSE_BATCH = 64  # steps
+_FADE, _ALL_HOST = 0.9, 2.0  # a call; the host's time for guesses by that of the drafter alone
+MEASURE, MEASURE_EVERY = 4, 16  # of MEASURE_EVERY steps of a number of sequences whose time is not known, MEASURE have no drafts
 _PROOF = 2  # tokens of a guess that was not verified, all right, from the first: the text may have begun to repeat
+
+
+@dataclass(slots=True)
+class _Account:
+    """Seconds that drafts save by expectation in large batches of one class of sizes, and what guessing them takes; both fade."""
+
+    saved: float = 0.0
+    spent: float = 0.0
+    calls: int = 0
+    pause: int = 0  # the last one
+    resume_at: int = 0  # time from which a guess is wanted again
+
+    def spend(self, seconds: float) -> None:
+        self.saved, self.spent, self.calls = _FADE * self.saved, _FADE * self.spent + _ALL_HOST * seconds, self.calls + 1
+
+    def sleeps(self, time: int) -> bool:
+        """Whether guesses must wait. Where they have taken more than they save, pauses double."""
+        if time < self.resume_at:
+            return True
+        if self.calls < PATIENCE or self.saved >= self.spent:
+            return False
+        self.calls, self.pause = PATIENCE - 1, min(MAX_PAUSE_BATCH, 2 * self.pause or PATIENCE)
+        self.resume_at = time + self.pause
+        return True
 
 
 @dataclass(slots=True)
@@ -159,6 +186,7 @@ class _History:
     accepted: float = 0.0  # drafts, and how many were expected; both fade
     expected: float = 0.0
     length: int = 0  # at the last call
+    time: int = 0  # AdaptiveController._time at the last call
     guess: list[int] | None = None
     keys: list[int] | None = None
     base: int = 0  # position of the first token of the guess
@@ -188,23 +216,37 @@ class AdaptiveController:
 
     pauses = True
 
-    def __init__(self, max_drafts: int, curve: CostCurve | None = None, looks_up: bool = True):
-        self.curve = curve or CostCurve()
+    def __init__(self, max_drafts: int, costs: StepCosts | None = None, looks_up: bool = True):
+        self.costs = costs or StepCosts()
         self._max_drafts, self._looks_up = _checked(max_drafts), looks_up
         self._calibration = Calibration()
         self._histories: dict[int, _History] = {}
-        self._num_sequences = 1  # in the step
         self._time = 0  # tokens by which the sequences have advanced; those of drafts do not count
         self._proposals = CostCurve()  # of a drafter's calls, by drafts of a sequence
+        self._accounts: dict[int, _Account] = {}  # by class of sizes
+        self._account: _Account | None = None  # of the step, if its batch is large
 
     # ---- before a step ----
 
-    def limits(self, sequences: Row[Sequence], num_rows: int) -> list[int]:
-        """0 for a sequence in a pause; otherwise the most, or for a model what pays."""
-        self._num_sequences = len(sequences)
+    def limits(self, sequences: Row[Sequence], num_sequences: int) -> list[int]:
+        """0 for a sequence in a pause; otherwise as many as pay if all are right, or for a model what pays."""
         histories = self._updated(sequences)
         awake = [history.asked_at == history.length or history.resume_at <= self._time for history in histories]
-        most = self._max_drafts if self._looks_up or not any(awake) else self._passes(histories, awake, num_rows)
+        if not any(awake) or self._must_measure(num_sequences):
+            return [0] * len(sequences)
+        if self._looks_up:
+            self._account = self._account_of(num_sequences)
+            resume_at = self._time + MAX_PAUSE_LOOKUP
+            if self._account is not None and self._account.sleeps(self._time):
+                resume_at, most = self._account.resume_at, 0
+            else:
+                most = self._worth(num_sequences, sum(awake))
+            if not most:  # whatever the guess
+                for history in histories:
+                    history.resume_at = max(history.resume_at, resume_at)
+                return [0] * len(sequences)
+        else:
+            most = self._passes(histories, awake, num_sequences)
         for history, asked in zip(histories, awake, strict=True):
             history.probed = most == 0
             if asked and self._looks_up:
@@ -216,7 +258,7 @@ class AdaptiveController:
         histories = [self._histories[sequence.sequence_id] for sequence in sequences]
         return min(h.resume_at if h.guess is None else min(h.resume_at, h.score_at) for h in histories) - self._time
 
-    def choose(self, requests: Row[DraftRequest], drafts: Row[Draft], num_rows: int) -> list[int]:
+    def choose(self, requests: Row[DraftRequest], drafts: Row[Draft], num_sequences: int) -> list[int]:
         """The drafts with the most expected tokens a second."""
         candidates: list[tuple[float, int]] = []
         for i, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
@@ -224,8 +266,13 @@ class AdaptiveController:
                 candidates += [(chance, -i) for chance in self._chances(self._note(request.sequence, draft))]
         candidates.sort(reverse=True)
         counts = [0] * len(drafts)
-        for _, i in candidates[: self._best_count([chance for chance, _ in candidates], num_rows)]:
+        best = self._best_count([chance for chance, _ in candidates], num_sequences)
+        for _, i in candidates[:best]:
             counts[-i] += 1
+        if best and self._account is not None:
+            tokens = num_sequences + sum(chance for chance, _ in candidates[:best])
+            plain = self.costs.seconds(num_sequences, 0)
+            self._account.saved += plain * tokens / num_sequences - self.costs.seconds(num_sequences, best)
         for request, count in zip(requests, counts, strict=True):
             if count:
                 history = self._histories[request.sequence.sequence_id]
@@ -239,12 +286,14 @@ class AdaptiveController:
     def observe(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Nothing: the sequence's tokens tell."""
 
-    def observe_step(self, num_rows: int, seconds: float) -> None:
-        """For the cost curve."""
-        self.curve.observe(num_rows, seconds)
+    def observe_step(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
+        """What drafts cost."""
+        self.costs.observe(num_sequences, num_drafts, seconds)
 
     def observe_proposal(self, num_drafts: int, seconds: float) -> None:
         """The drafter took so long for up to `num_drafts` drafts of each sequence."""
+        if self._account is not None:
+            self._account.spend(seconds)
         self._proposals.observe(num_drafts, max(seconds, _SHORTEST))
 
     def forget(self, sequence: Sequence) -> None:
@@ -253,36 +302,45 @@ class AdaptiveController:
 
     # ---- parts ----
 
-    def _best_count(self, chances: list[float], num_rows: int) -> int:
+    def _account_of(self, num_sequences: int) -> _Account | None:
+        return None if num_sequences <= MAX_FEW else self._accounts.setdefault(num_sequences.bit_length(), _Account())
+
+    def _must_measure(self, num_sequences: int) -> bool:
+        """Whether a step without drafts is wanted: only what it takes tells what drafts add. Not for long, as it may not be timed."""
+        return not self.costs.knows(num_sequences) and self._time % MEASURE_EVERY < MEASURE
+
+    def _worth(self, num_sequences: int, num_asked: int) -> int:
+        """How many drafts of each of the sequences asked could pay if all were right, by powers of two. 0: no guess is worth its call."""
+        seconds, most, total = self.costs.seconds, self._max_drafts * num_asked, 0
+        rate, count = (1 + MIN_GAIN) * num_sequences / seconds(num_sequences, 0), 1
+        while count <= most:
+            if num_sequences + MAX_CHANCE * count > rate * seconds(num_sequences, count):
+                total = count
+            count *= 2
+        return min(self._max_drafts, 2 * total)
+
+    def _best_count(self, chances: list[float], num_sequences: int) -> int:
         """How many of the drafts, likeliest first, have the most expected tokens a second."""
-        seconds, tokens = self.curve.seconds, float(self._num_sequences)
-        plain = seconds(num_rows)
-        # rows of prompts are work, too: next to them a draft must be cheaper than a token of a step of decodes alone
-        mixed = num_rows > self._num_sequences
-        rate = tokens / (seconds(self._num_sequences) if mixed else plain)
-        best, gain = 0, 0.0
+        seconds, tokens = self.costs.seconds, float(num_sequences)
+        rate = tokens / seconds(num_sequences, 0)
+        best, best_rate = 0, (1 + MIN_GAIN) * rate
         for count, chance in enumerate(chances, start=1):
             tokens += chance
-            cost = seconds(num_rows + count)
-            if mixed:
-                more = tokens - self._num_sequences - rate * (cost - plain)
-            else:
-                more = tokens / cost - rate
-            if more > gain:
-                best, gain = count, more
-        return best if gain > MIN_GAIN * (self._num_sequences if mixed else rate) else 0
+            if tokens > best_rate * (cost := seconds(num_sequences, count)):
+                best, best_rate = count, tokens / cost
+        return best
 
-    def _passes(self, histories: list[_History], awake: list[bool], num_rows: int) -> int:
+    def _passes(self, histories: list[_History], awake: list[bool], num_sequences: int) -> int:
         """How many drafts of each awake sequence pay, by acceptance at each position; 0 if none."""
         ratios = [history.ratio for history, up in zip(histories, awake, strict=True) if up]
         fixed, per_pass = self._proposal_line()
-        tokens, survivals, seconds = float(self._num_sequences), [1.0] * len(ratios), self.curve.seconds
-        best, best_rate = 0, (1 + MIN_GAIN) * tokens / seconds(num_rows)
+        tokens, survivals, seconds = float(num_sequences), [1.0] * len(ratios), self.costs.seconds
+        best, best_rate = 0, (1 + MIN_GAIN) * tokens / seconds(num_sequences, 0)
         for count, key in enumerate(self._calibration.position_keys(self._max_drafts), start=1):
             chance = self._calibration.chance(key)
             survivals = [survival * min(MAX_CHANCE, chance * ratio) for survival, ratio in zip(survivals, ratios, strict=True)]
             tokens += sum(survivals)
-            rate = tokens / (seconds(num_rows + count * len(ratios)) + fixed + count * per_pass)
+            rate = tokens / (seconds(num_sequences, count * len(ratios)) + fixed + count * per_pass)
             if rate > best_rate:
                 best, best_rate = count, rate
         return best
@@ -319,16 +377,18 @@ class AdaptiveController:
 
     def _updated(self, sequences: Row[Sequence]) -> list[_History]:
         """The sequences' histories, with their last guesses scored by the tokens that came since."""
-        histories, moves = [], []
+        histories, times = [], []
         for sequence in sequences:
             history, length = self._histories.setdefault(sequence.sequence_id, _History()), len(sequence)
-            if history.length:
-                moves.append(length - history.length)
+            if history.length:  # at least one token a step
+                times.append(history.time + length - history.length)
             history.length = length
             if history.guess is not None and length >= history.base + (1 if history.verified else _PROOF):
                 self._score(history, sequence)
             histories.append(history)
-        self._time += min(moves, default=0)
+        self._time = max(self._time, min(times, default=0))
+        for history in histories:
+            history.time = self._time
         return histories
 
     def _score(self, history: _History, sequence: Sequence) -> None:

@@ -102,9 +102,9 @@ class NgramDrafter:
         self._texts.begin_call()
         return [self._draft(request) for request in requests]
 
-    def recurs(self, sequence: Sequence, tenant: str) -> bool:
+    def recurs(self, sequence: Sequence, tenant: str, times: int = 1) -> bool:
         """Whether the shortest n-gram that ends the text occurred before."""
-        return self._texts.lacks_much(sequence) or self._tails.recur(sequence, self._shortest)
+        return self._texts.lacks_much(sequence) or self._tails.recur(sequence, times * self._shortest)
 
     def learn_past(self, max_tokens: int) -> bool:
         """Nothing is learned from past outputs."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tinyvllm.runner.memory import DrafterMemory
     from tinyvllm.runner.opened import OpenedModel
     from tinyvllm.runner.runner import Runner
-    from tinyvllm.speculate.cost_curve import CostCurve
+    from tinyvllm.speculate.cost_curve import StepCosts
 
 
 def open_drafter(config: SpeculativeConfig, runner: Runner) -> Drafter:
@@ -26,14 +26,14 @@ def open_drafter(config: SpeculativeConfig, runner: Runner) -> Drafter:
     return _DRAFTERS[config.method](config, runner)
 
 
-def open_controller(config: SpeculativeConfig, drafter: Drafter, curve: CostCurve | None = None) -> Controller:
-    """What decides how many drafts a sequence gets; `curve` is what it begins with and learns, if it learns any."""
+def open_controller(config: SpeculativeConfig, drafter: Drafter, costs: StepCosts | None = None) -> Controller:
+    """What decides how many drafts a sequence gets; `costs` are what it begins with and learns, if it learns any."""
     from tinyvllm.speculate.controller import AdaptiveController, FixedController, WindowController
 
     K = config.max_drafts
     if config.controls == "fixed":
         return FixedController(K)
-    return WindowController(K) if config.controls == "window" else AdaptiveController(K, curve, drafter.looks_up)
+    return WindowController(K) if config.controls == "window" else AdaptiveController(K, costs, drafter.looks_up)
 
 
 def open_policy(config: SpeculativeConfig) -> Policy:

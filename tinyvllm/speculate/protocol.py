@@ -84,8 +84,10 @@ class Drafter(Protocol):
 class LookupDrafter(Drafter, Protocol):
     """A drafter that looks tokens up, and tells without a search that it has nothing to look up. `looks_up` is True."""
 
-    def recurs(self, sequence: Sequence, tenant: str) -> bool:
+    def recurs(self, sequence: Sequence, tenant: str, times: int = 1) -> bool:
         """Whether `propose` may have a draft after the sequence's last token. Where it is False, neither controller nor drafter is called.
+
+        `times` as many tokens must recur as for a sequence alone: in large batches few drafts pay, and only likely ones.
 
         It takes microseconds, since it is called every few tokens of each sequence. False is also right where a draft would rarely pay.
         """
@@ -150,7 +152,8 @@ class CapturesAhead(Protocol):
 
 
 class Controller(Protocol):
-    """Decides how many drafts are asked for and verified. `num_rows` counts the rows of the step without drafts.
+    """Decides how many drafts are asked for and verified. `num_sequences` counts those that get a token in the step; parts of prompts
+    next to them are left out: a draft is weighed by what it costs in a step of decodes alone.
 
     A method that raises ends speculation. `limits` and `choose` may also be called for a step that then runs without drafts, and
     twice for the same tokens: while a step is in flight, to see whether drafts would follow (`Drafter.looks_up`).
@@ -162,8 +165,11 @@ class Controller(Protocol):
     @property
     def pauses(self) -> bool: ...
 
-    def limits(self, sequences: Row[Sequence], num_rows: int) -> list[int]:
-        """At most how many drafts each sequence may get in the next step; 0 leaves it out, and its drafter is not asked."""
+    def limits(self, sequences: Row[Sequence], num_sequences: int) -> list[int]:
+        """At most how many drafts each of these sequences may get in the next step; 0 leaves it out, and its drafter is not asked.
+
+        With `pauses`, only sequences that recur are among them.
+        """
         ...
 
     def rest(self, sequences: Row[Sequence]) -> int:
@@ -173,7 +179,7 @@ class Controller(Protocol):
         """
         ...
 
-    def choose(self, requests: Row[DraftRequest], drafts: Row[Draft], num_rows: int) -> list[int]:
+    def choose(self, requests: Row[DraftRequest], drafts: Row[Draft], num_sequences: int) -> list[int]:
         """How many tokens of each draft, from its first, are verified. Larger numbers than a draft has are cut."""
         ...
 
@@ -185,10 +191,11 @@ class Controller(Protocol):
         """Of `num_drafts` verified drafts of the sequence the first `num_accepted` were accepted."""
         ...
 
-    def observe_step(self, num_rows: int, seconds: float) -> None:
-        """A step of decodes and drafts alone, `num_rows` rows with its drafts, took so long, from its inputs to its tokens.
+    def observe_step(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
+        """A step of decodes and `num_drafts` drafts took so long; without drafts what it takes in a row of such steps, where several run
+        at once or the next one is launched ahead.
 
-        Steps that capture or compile are left out, and so are those that overlap with others: multi-step and run-ahead decodes.
+        Steps that capture or compile are left out, and all but some of those without drafts.
         """
         ...
 

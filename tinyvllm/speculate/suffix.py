@@ -60,11 +60,11 @@ class PastOutputs:
             self.tenants.move_to_end(tenant)
         return counts
 
-    def know(self, tenant: str, sequence: Sequence) -> bool:
-        """Whether the end of the sequence is a context of its tenant's past outputs."""
+    def know(self, tenant: str, sequence: Sequence, length: int = PAST_MATCH) -> bool:
+        """Whether the end of the sequence, PAST_MATCH or FIRST_PAST_MATCH tokens, is a context of its tenant's past outputs."""
         counts, output = self.tenants[tenant], sequence.output_token_ids
-        tokens = output[-PAST_MATCH:]
-        if len(tokens) < PAST_MATCH:
+        tokens = output[-length:]
+        if len(tokens) < length:
             tokens = sequence.prompt_token_ids[len(tokens) - FIRST_PAST_MATCH :] + tokens
         return len(tokens) in (PAST_MATCH, FIRST_PAST_MATCH) and context_key(tokens) in counts
 
@@ -143,17 +143,18 @@ class SuffixDrafter:
         self.outputs.learn(self._texts.room)
         return drafts
 
-    def recurs(self, sequence: Sequence, tenant: str) -> bool:
+    def recurs(self, sequence: Sequence, tenant: str, times: int = 1) -> bool:
         """Whether the last tokens occurred before, in the text or in a past output of the tenant: FIRST_MATCH of them, or LEARNED_MATCH."""
         if self._tails is None:
             return True
         number, length = sequence.sequence_id, self._first_match
+        past = PAST_MATCH if times == 1 else FIRST_PAST_MATCH
         self._tenants[number] = tenant
         if number in self._texts.indexes:
             if self._texts.lacks_much(sequence):
                 return True
             length = LEARNED_MATCH
-        return self._tails.recur(sequence, length) or (tenant in self.outputs.tenants and self.outputs.know(tenant, sequence))
+        return self._tails.recur(sequence, times * length) or (tenant in self.outputs.tenants and self.outputs.know(tenant, sequence, past))
 
     def learn_past(self, max_tokens: int) -> bool:
         """Learn from outputs that have ended."""

@@ -14,6 +14,7 @@ FIRST_LOOK, SECOND_LOOK = 1, 5  # tokens of output
 PAUSE = 6  # tokens after later looks in vain; in a batch of N sequences N / 4, as each is looked at, to MAX_PAUSE
 MAX_PAUSE = 16
 FEW = 8  # sequences; in larger batches one is looked at half a pause early if another one is, so that looks are in few steps
+LARGE_TIMES = 2  # in batches larger than FEW, that many times as many tokens must recur: their rows cost nearly what tokens do
 TRUST = 4  # looks that are skipped after an accepted draft, their answer being yes
 
 
@@ -25,12 +26,12 @@ class Decode(Protocol):
 
 
 class _Look:
-    """When the end of a sequence is looked at next, and what the last look found."""
+    """When the end of a sequence is looked at next, as a length of its output."""
 
-    __slots__ = ("next", "recurs", "tenant", "trust")
+    __slots__ = ("next", "tenant", "trust")
 
     def __init__(self, tenant: str):
-        self.tenant, self.next, self.recurs = tenant, FIRST_LOOK, False
+        self.tenant, self.next = tenant, FIRST_LOOK  # while it recurs, `next` is reached
         self.trust = 0  # looks that will be skipped
 
 
@@ -43,16 +44,33 @@ class Watch:
     def __init__(self, drafter: LookupDrafter):
         self._drafter = drafter
         self._looks: dict[int, _Look] = {}  # by sequence id
-        self.pause = 0  # tokens from the last `any_recurs` until the next sequence is due
+        self._recurring: dict[int, Sequence] = {}  # what the last looks have found
+        self._first: list[int] = []  # the output of the first sequence of the last call
+        self._due = 0  # its length from which each sequence is examined again
+        self.pause = 0  # tokens from the last call until a sequence that does not recur is due
 
     def __len__(self) -> int:
         return len(self._looks)
 
-    def any_recurs(self, entries: Row[Decode]) -> bool:
-        """Whether one of these decodes may get drafts: its sequence is due, or was found to recur by the look before."""
-        looks, answer = self._looks, False
-        soonest = pause_in_vain = min(MAX_PAUSE, max(PAUSE, len(entries) // 4))
-        early = 0 if len(entries) <= FEW else pause_in_vain // 2
+    def recurring(self, entries: Row[Decode], same: bool = False) -> list[Sequence]:
+        """The sequences of these decodes that may get drafts: their last tokens recur by a look of now, or by the last one.
+
+        `same`: the sequences are those of the last call. Then only those that did recur are examined until another one is due.
+        """
+        first = entries[0].sequence.output_token_ids
+        if same and first is self._first and len(first) < self._due:
+            self._look_again(len(entries))
+        else:
+            self._look_at(entries)
+            self._first = first
+        self.pause = self._due - len(first)
+        return list(self._recurring.values())
+
+    def _look_at(self, entries: Row[Decode]) -> None:
+        """A look at each sequence that is due."""
+        looks, recurring = self._looks, dict[int, Sequence]()
+        soonest = pause_in_vain = _pause_of(len(entries))
+        early, times = (0, 1) if len(entries) <= FEW else (pause_in_vain // 2, LARGE_TIMES)
         for entry in entries:  # one loop without further calls: this code is not in the processor's caches
             sequence = entry.sequence
             look = looks.get(sequence.sequence_id)
@@ -63,25 +81,31 @@ class Watch:
             if pause <= (early if length > SECOND_LOOK else 0):
                 if look.trust:
                     look.trust -= 1
-                    look.recurs = True
+                    recurs = True
                 else:
-                    look.recurs = self._drafter.recurs(sequence, look.tenant)
-                if look.recurs:
-                    pause = 1
-                else:
-                    pause = pause_in_vain if length > FIRST_LOOK else SECOND_LOOK - length
+                    recurs = self._drafter.recurs(sequence, look.tenant, times)
+                if recurs:
+                    recurring[sequence.sequence_id] = sequence
+                    continue
+                pause = pause_in_vain if length > FIRST_LOOK else SECOND_LOOK - length
                 look.next = length + pause
-            if look.recurs:
-                answer = True
             if pause < soonest:
                 soonest = pause
-        self.pause = soonest
-        return answer
+        self._recurring = recurring
+        self._due = len(entries[0].sequence.output_token_ids) + soonest
 
-    def recurs(self, sequence: Sequence) -> bool:
-        """What the last look at the sequence found."""
-        look = self._looks.get(sequence.sequence_id)
-        return look is not None and look.recurs
+    def _look_again(self, num_sequences: int) -> None:
+        """A look at each sequence that did recur."""
+        for number, sequence in list(self._recurring.items()):
+            look = self._looks[number]
+            if look.trust:
+                look.trust -= 1
+            elif not self._drafter.recurs(sequence, look.tenant, 1 if num_sequences <= FEW else LARGE_TIMES):
+                del self._recurring[number]
+                length, pause = len(sequence.output_token_ids), _pause_of(num_sequences)
+                pause = pause if length > FIRST_LOOK else SECOND_LOOK - length
+                look.next = length + pause
+                self._due = min(self._due, len(self._first) + pause)
 
     def trust(self, sequence: Sequence) -> None:
         """A draft of the sequence was accepted."""
@@ -92,6 +116,12 @@ class Watch:
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
         self._looks.pop(sequence.sequence_id, None)
+        self._recurring.pop(sequence.sequence_id, None)
+
+
+def _pause_of(num_sequences: int) -> int:
+    """Tokens after a look in vain."""
+    return min(MAX_PAUSE, max(PAUSE, num_sequences // 4))
 
 
 def tenant_of(sequence: Sequence) -> str:
