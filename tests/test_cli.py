@@ -156,7 +156,7 @@ def test_help_names_every_option_and_no_command_that_is_not_there(capsys: pytest
     flat = " ".join(text.split())
     assert "cache in bytes, such as 2GiB; or give --num-blocks" in flat and "cache in blocks; or give --kv-memory" in flat
     others = flat.partition("Other commands:")[2]
-    names = ("chat", "serve", "batch", "kernels", "plan", "doctor", "verify", "quality", "bench", "replay", "lab")
+    names = ("chat", "serve", "batch", "kernels", "plan", "doctor", "verify", "quality", "bench", "bench-serve", "replay", "lab")
     assert all(name in others for name in names)
     assert "benchmarks" not in text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -61,7 +62,8 @@ def run(options: argparse.Namespace) -> int:
         models.on_unload = partial(say_profile, options.quiet)
         return models
 
-    serve(lambda: create_app(config, models(), keys), sock, ready)
+    with contextlib.closing(sock):  # also where a model cannot be loaded
+        serve(lambda: create_app(config, models(), keys), sock, ready)
     return 0
 
 

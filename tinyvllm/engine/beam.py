@@ -89,7 +89,7 @@ class BeamState:
         self.last_token_time: float | None = None
         self._tokenizer, self._new_id = tokenizer, new_id
         self._end_ids = frozenset() if params.ignore_eos else frozenset(eos_ids)
-        self._max_len = min(params.max_tokens, max_model_len - len(prompt_token_ids))
+        self._max_len = max(1, min(params.max_tokens, max_model_len - len(prompt_token_ids)))  # the scheduler refuses what leaves no token
         self._num_candidates = max(2, 1 + len(self._end_ids)) * params.beam_width  # candidates of a round
         self._beams = [Beam(self._sequence([]), 0.0, [])]
         self._set_deadline(arrival)

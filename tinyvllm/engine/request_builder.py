@@ -62,6 +62,8 @@ class RequestBuilder:
     def _check_logprobs(self, request_id: str, params: SamplingParams, prompt_tokens: int) -> None:
         """RequestError if log-probabilities of the whole vocabulary would be too many."""
         room = self.max_model_len - prompt_tokens
+        if room < 1:
+            return  # the scheduler refuses the prompt
         outputs = params.width * (room if params.max_tokens is None else min(params.max_tokens, room))
         for name, positions in (("logprobs", outputs), ("prompt_logprobs", prompt_tokens)):
             if getattr(params, name) == ALL_LOGPROBS and positions * self.vocab_size > MAX_LOGPROB_ENTRIES:

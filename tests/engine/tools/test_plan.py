@@ -196,6 +196,23 @@ def test_an_engine_that_refuses_to_start_says_the_plan(sparse, monkeypatch):
     assert str(plan.sizes) in str(refused.value) and plan.sizes.refusal in str(refused.value)
 
 
+def test_a_server_that_refuses_to_start_says_the_plan(sparse, monkeypatch, capsys):
+    """Alone, and where a budget of all models leaves too little: the same line, from the same bytes."""
+    pytest.importorskip("fastapi")
+    monkeypatch.setattr("tinyvllm.runner.memory.free_memory", lambda device: 1 << 30)
+    plan = planned(sparse, max_num_seqs=1)
+    serve = ["serve", "--model", str(sparse), "--device", "cpu", "--max-num-seqs", "1", "--skip-tokenizer-init", "--port", "0", "--quiet"]
+    assert main(serve) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("tinyvllm: error: memory: the weights need 1345 MiB") and str(plan.sizes) in error and error.count("\n") == 1
+    assert main([*serve, "--memory-budget", "1GiB"]) == 1
+    error = capsys.readouterr().err
+    limited = str(plan.sizes).replace(plan.sizes.memory.limit, "--memory-budget")
+    assert (
+        "does not fit --memory-budget 1024 MiB: memory: the weights need 1345 MiB" in error and limited in error and error.count("\n") == 1
+    )
+
+
 def test_the_refusal_stays_where_there_is_no_memory_for_a_plan(sparse, monkeypatch):
     def fail(*arguments: object) -> None:
         raise MemoryError
