@@ -18,6 +18,7 @@
     graph          base classes of a backend's graph of a captured step
     arena          memory that captured steps share
     memory         host access to device buffers
+    waiting        waiting until a device is idle
     deferred_free  frees CPU buffers outside tinygrad's worker thread
     tensors        tensors over existing memory
     programs       schedules and compiled programs, kept on disk
@@ -50,7 +51,6 @@ from tinyvllm.bridge.device import (
     raise_memory_errors,
     recover_device,
     share_programs,
-    synchronize,
     tinygrad_setting,
     tinygrad_settings,
     use_graph,
@@ -70,6 +70,7 @@ from tinyvllm.bridge.renderer import emulate_half_without_f16c, render_bfloat16_
 from tinyvllm.bridge.scatter import scatter_add, store_kv, store_packed_kv
 from tinyvllm.bridge.tensors import alias, byte_spans, copied, device_buffer, empty, mapped, shared_zeros, spans
 from tinyvllm.bridge.timing import TimedProgram
+from tinyvllm.bridge.waiting import synchronize
 
 __all__ = [
     "UNUSED_LIBRARIES", "CaptureWork", "Captured", "CapturedCall", "DeviceCopies", "DeviceHooks", "GraphKernel", "ImportedPages",

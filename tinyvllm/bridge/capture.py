@@ -16,13 +16,13 @@ from tinygrad.helpers import JIT, disable_gc
 from tinygrad.nn.state import get_parameters
 from tinygrad.uop.ops import Ops
 
-from tinyvllm.bridge.device import synchronize
 from tinyvllm.bridge.graph import JobGraph, StepGraph
 from tinyvllm.bridge.hooks import QueueEvent, hooks_of
 from tinyvllm.bridge.kept import KeptStep
 from tinyvllm.bridge.lowering import lowered
 from tinyvllm.bridge.recording import computed, forget_recorded, recording
 from tinyvllm.bridge.tensors import undoing_assignments
+from tinyvllm.bridge.waiting import synchronize
 from tinyvllm.errors import ReplacedKernelError
 from tinyvllm.host_memory import require
 from tinyvllm.placement import Placement
@@ -164,18 +164,22 @@ class PendingWork:
         return True
 
 
-def repeat(calls: list[CapturedCall], times: int) -> PendingWork:
+def repeat(calls: list[CapturedCall], times: int, background: bool = True) -> PendingWork:
     """Start these calls one after the other, and repeat the sequence `times` times. Each must have been called before.
 
-    On the CPU this is one job for the thread pool, run from a thread of its own: the caller continues meanwhile, may `peek` at buffers,
-    and must wait for the end before it launches or uploads anything. A CUDA or Metal device has all launches in its queue on return.
+    On the CPU this is one job for the thread pool, in the background run from a thread of its own: the caller continues meanwhile, may
+    `peek` at buffers, and must wait for the end before it launches or uploads anything. A caller with nothing else to do saves the change
+    of threads. A CUDA or Metal device has all launches in its queue on return.
     """
     graphs = [captured._graph for captured, _, _ in calls]
     jobs = [graph for graph in graphs if isinstance(graph, JobGraph)]
     if times > 0 and jobs and len(jobs) == len(graphs):
         for graph, (_, tensors, values) in zip(jobs, calls, strict=True):
             graph.bind(tuple(tensor.uop.base for tensor in tensors), values)
-        return PendingWork(_launcher().submit(jobs[0].run, jobs, times))
+        if background:
+            return PendingWork(_launcher().submit(jobs[0].run, jobs, times))
+        jobs[0].run(jobs, times)
+        return PendingWork()
     for _ in range(times):
         for captured, tensors, values in calls:
             captured(*tensors, **values)

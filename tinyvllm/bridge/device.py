@@ -151,18 +151,3 @@ def tinygrad_setting(name: str, default: int) -> int:
 def tinygrad_settings() -> str:
     """tinygrad's version and all of its settings, of which its kernels may depend on any."""
     return repr((version("tinygrad"), sorted((name, setting.value) for name, setting in helpers.ContextVar._cache.items())))
-
-
-def synchronize(device: str) -> None:
-    """Wait until everything launched on `device` has run. tinygrad's `realize()` returns before the CPU device's worker has started.
-
-    Where nothing was launched since the last call, that is seen by the device's own count of launches, for a quarter of the time.
-    """
-    opened = opened_device(device)
-    launched = getattr(opened, "timeline_value", None)
-    if launched is None or _waited.get(device) != (opened, launched):
-        opened.synchronize()
-        _waited[device] = opened, launched
-
-
-_waited: dict[str, tuple[Any, int | None]] = {}  # by device: as opened, and its launches at the end of the last wait

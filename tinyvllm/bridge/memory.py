@@ -11,6 +11,7 @@ from tinygrad.device import Buffer
 from tinygrad.dtype import _to_np_dtype
 
 from tinyvllm.bridge.hooks import Transfer, hooks_of
+from tinyvllm.bridge.waiting import synchronize
 from tinyvllm.placement import Placement
 
 
@@ -88,7 +89,10 @@ def download(tensor: Tensor) -> np.ndarray:
 
 def _host_memory(buffer: Buffer) -> memoryview | None:
     """The bytes of a CPU buffer once the device is idle, None on other devices. tinygrad's own copies cost ten times as much."""
-    return buffer.as_memoryview(force_zero_copy=True) if Placement(buffer.device).is_cpu and buffer.options is None else None
+    if not Placement(buffer.device).is_cpu or buffer.options is not None:
+        return None
+    synchronize(buffer.device)
+    return memoryview((ctypes.c_uint8 * buffer.nbytes).from_address(buffer._buf.va_addr)).cast("B")
 
 
 def resident(tensor: Tensor) -> np.ndarray | None:

@@ -115,6 +115,7 @@ class Runner:
         self._hosted = np.zeros((hosted, self.pool.block_bytes), np.uint8)  # its pages come as they are written
         self.kept_steps = kept_steps(self.placement, config, self._roots()) if opened.split is None else None
         self.self_test = packing + self._test_kernels(config)
+        self.rounds_in_background = True  # rounds that the device runs alone are in the background: the host has something to do meanwhile
         self._memory = opened.memory
         self.ranks = None if opened.memory is None else self._start_ranks(config, opened.memory)
 
@@ -294,7 +295,7 @@ class Runner:
         upload(step.plan.history.round, np.zeros(1, np.int32))
         calls[-1][0](sampled)
         step.plan.inputs.mark_advanced(rounds)
-        pending = repeat(calls, rounds - 1)
+        pending = repeat(calls, rounds - 1, self.rounds_in_background)
         seen, tokens = 0, step.plan.history.tokens
         try:
             while seen < rounds:

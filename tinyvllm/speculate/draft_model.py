@@ -45,6 +45,7 @@ class DraftModelDrafter:
 
     def __init__(self, runner: Runner, max_num_seqs: int, max_tokens: int = 512):
         self.runner, self.max_tokens = runner, max_tokens
+        runner.rounds_in_background = False  # `propose` waits for all of them
         self._sampler = Sampler(runner.config.vocab_size, max_num_seqs, runner.device)
         self._blocks = BlockPool(runner.pool.num_blocks, runner.pool.block_size)
         self._prefix = PrefixCache(self._blocks, secrets.token_bytes(32))
