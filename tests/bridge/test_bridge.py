@@ -244,6 +244,22 @@ def test_repeat_is_as_many_calls():
     assert download(steps).item() == 6
 
 
+def test_an_idle_device_is_waited_for_once(monkeypatch):
+    """tinygrad's own wait takes as long as some kernels of a step, and each copy made one."""
+    from tinyvllm.bridge import download, opened_device, synchronize
+
+    waits = []
+    wait = opened_device("CPU").synchronize
+    monkeypatch.setattr(opened_device("CPU"), "synchronize", lambda *values: waits.append(1) or wait(*values))
+    x = realized(np.arange(8, dtype=np.int32))
+    (x + 1).realize()
+    synchronize("CPU")
+    before = len(waits)
+    assert before > 0, "something was launched"
+    synchronize("CPU")
+    assert download(x).tolist() == list(range(8)) and len(waits) == before
+
+
 def test_repeat_continues_from_what_the_previous_call_wrote():
     """a reads what b wrote, and b what a wrote: only the order a, b, a, b gives these numbers."""
     from tinyvllm.bridge import Captured, download, repeat

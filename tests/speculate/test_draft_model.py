@@ -89,6 +89,17 @@ def test_whatever_was_accepted_the_drafts_are_those_of_the_text(drafter, params)
                 text.output_token_ids += random_tokens(rng.choice((1, 2, 2 * MAX_ROWS)), len(text), 3000)
 
 
+def test_no_other_thread_starts_the_passes(drafter, monkeypatch):
+    """`propose` waits for all of them: a change of threads and back would only add to it."""
+    from tinyvllm.bridge import capture
+
+    text = story(3, 12)
+    expected = fresh(drafter, text, 4)
+    monkeypatch.setattr(capture, "_launcher", lambda: pytest.fail("the launcher's thread was asked"))
+    assert draft(drafter, text, 4).tokens == expected
+    drafter.forget(text)
+
+
 def test_asking_twice_gives_the_same(drafter):
     text = story(2, 10, SAMPLED)
     while not (first := draft(drafter, text).tokens):

@@ -13,6 +13,9 @@ from tests.speculate import heads as tiny
 from tests.speculate.heads import BLOCK, LAYOUTS, E, Ends, Layout, Oracle, V
 from tinyvllm.bridge import Captured
 from tinyvllm.request import SamplingParams, Sequence, Status
+from tinyvllm.runner import arrays, prepare
+from tinyvllm.runner.arrays import PackedArrays
+from tinyvllm.speculate import picks
 from tinyvllm.speculate.eagle import load_eagle, read_eagle, read_eagle3
 from tinyvllm.speculate.eagle_drafter import EagleDrafter
 from tinyvllm.speculate.head_files import Target, open_heads
@@ -131,6 +134,24 @@ def test_medusa_lite_guesses_the_runners_up() -> None:
     deliver(drafter, [text], [6])
     ((tokens, _),) = drafts(drafter, [text])
     assert tokens == [int(token) for token in (ranked[0], ranked[2], ranked[3])]
+
+
+def test_guesses_are_one_copy_in_and_none_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are: on the CPU they are read where the captured step has written them. A step's entries are two copies in."""
+    drafter, _ = eagle_drafter(tmp_path, LAYOUTS[2], Ends.random())
+    text = Text(0, 6, len(drafter.state_layers) * E)
+    text.append([3])
+    deliver(drafter, [text], [6])
+    expected = drafts(drafter, [text], 8)
+    copies: list[int] = []
+    upload = PackedArrays.upload
+    monkeypatch.setattr(PackedArrays, "upload", lambda arrays: copies.append(arrays.host.size) or upload(arrays))
+    for module, name in ((arrays, "upload"), (picks, "upload"), (picks, "download"), (prepare, "upload"), (prepare, "download")):
+        monkeypatch.setattr(module, name, lambda *values: pytest.fail("a copy by tinygrad's buffers"))
+    assert drafts(drafter, [text], 8) == expected and len(copies) == 1
+    text.append([5])
+    deliver(drafter, [text], [1])
+    assert len(copies) == 3
 
 
 def test_all_guesses_are_one_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
