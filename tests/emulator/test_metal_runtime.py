@@ -7,6 +7,7 @@ import gc
 import mmap
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -730,7 +731,7 @@ def test_missing_barriers_or_resources_and_changes_in_flight_are_reported(plante
         Device["METAL"].mtl_buffers_in_flight.clear()
         graph._used = kept
         step(x, n=1)
-        graph._last = None  # as if nothing were in flight
+        graph._last.clear()  # as if nothing were in flight
         with pytest.raises(MetalError, match="changed while it is executed"):
             step(y, n=1)
         runtime.idle()
@@ -738,6 +739,27 @@ def test_missing_barriers_or_resources_and_changes_in_flight_are_reported(plante
         step(x, n=1)
         with pytest.raises(MetalError, match="command 3, .* has no barrier after the one before it"):
             runtime.idle()
+
+
+def test_a_graph_in_a_cycle_of_garbage_waits_for_what_it_has_launched(planted):
+    """What the graph holds may be released before the graph itself is finalized: Python begins with the oldest object of the cycle."""
+    from tinyvllm.backends.metal.queue import queue_of
+
+    unraisable: list[Any] = []
+    with metal_device(seed=0) as runtime, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", unraisable.append)
+        older = queue_of("METAL").command_buffer("older than the graph")
+        queue_of("METAL").commit(older)
+        queue_of("METAL").wait_for_all()
+        step = captured_step(integers(0), integers(2))
+        step(integers(1, 2), n=1)
+        graph, step._graph = step._graph, None
+        graph._last.insert(0, older)
+        graph.itself = graph
+        waits = runtime.counts["waitUntilCompleted"]
+        del step, graph, older
+        gc.collect()
+        assert runtime.counts["waitUntilCompleted"] == waits + 2 and not unraisable
 
 
 def test_no_trace_is_left():

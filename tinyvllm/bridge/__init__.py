@@ -31,8 +31,6 @@ It names no backend. Other rooms import the names below from here, and nothing f
 
 from __future__ import annotations
 
-from tinygrad.helpers import suppress_finalizing
-
 from tinyvllm.bridge.absent import UNUSED_LIBRARIES  # first: it keeps the modules below from loading them
 from tinyvllm.bridge.capture import Captured, CapturedCall, CaptureWork, PendingWork, capture_work, repeat
 from tinyvllm.bridge.compiler import use_c_compiler
@@ -82,6 +80,6 @@ __all__ = [
     "load_object", "load_program", "mapped", "metal_bindings", "metal_buffer_over", "name_process_tensor", "opaque_memory", "opened_device",
     "peek", "prefer_device", "profiling", "raise_memory_errors", "read_async", "recover_device", "release_deferred", "remove_hooks",
     "render_bfloat16_as_bits", "repeat", "replace_copy_in", "resident", "run_program", "scatter_add", "share_programs", "shared_zeros",
-    "spans", "start_timing", "stop_timing", "store_kv", "store_packed_kv", "suppress_finalizing", "synchronize", "time_generated_kernels",
+    "spans", "start_timing", "stop_timing", "store_kv", "store_packed_kv", "synchronize", "time_generated_kernels",
     "tinygrad_setting", "tinygrad_settings", "to_objc_string", "uninitialized", "upload", "upload_parts", "use_c_compiler", "use_graph",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -18,7 +19,6 @@ from tinyvllm.bridge import (
     kernel_timer,
     metal_bindings,
     opened_device,
-    suppress_finalizing,
     tinygrad_setting,
 )
 from tinyvllm.errors import KernelError
@@ -39,7 +39,8 @@ class MetalGraph(StepGraph):
         name = self.device_name
         self._metal, self._queue = metal_bindings(), queue_of(name)
         self._opened = opened_device(name)
-        self._last: Any = None  # the command buffer of the last replay
+        self._last: list[Any] = []  # the command buffer of the last replay
+        weakref.finalize(self, _wait_for, self._last).atexit = False
         self._commands = self._new_commands()
         self._numbers = device_buffer(name, max(1, len(self.vars)), dtypes.int32)
         self._values: dict[str, int] | None = {} if not self.vars else None
@@ -133,7 +134,7 @@ class MetalGraph(StepGraph):
         encoder.executeCommandsInBuffer_withRange(self._commands, metal.NSRange(0, len(self.kernels)))
         encoder.endEncoding()
         self._queue.commit(work)
-        self._last = work
+        self._last[:] = [work]
         if not wait:
             return None
         self._queue.wait(work)
@@ -145,8 +146,8 @@ class MetalGraph(StepGraph):
         moved = [place != (memory.buf.value, memory.offset) for place, memory in zip(places, self._inputs, strict=True)]
         if not any(moved) and values == self._values:
             return
-        if self._last is not None:
-            self._queue.wait(self._last)
+        for work in self._last:
+            self._queue.wait(work)
         if any(moved):
             for j, replace in enumerate(self.uop_replace):
                 for position, i in replace:
@@ -165,7 +166,11 @@ class MetalGraph(StepGraph):
             self._dispatch(self._commands.indirectComputeCommandAtIndex(j).retained(), grid, threads, self.kernels[j].runtime)
         self._values = values
 
-    @suppress_finalizing  # type: ignore[untyped-decorator]
-    def __del__(self) -> None:
-        if getattr(self, "_last", None) is not None:
-            self._last.waitUntilCompleted()  # what it executes is freed with this object
+
+def _wait_for(works: list[Any]) -> None:
+    """Wait until these have completed: what they execute is freed with its graph.
+
+    Not in a `__del__`: in a cycle of garbage the command buffer, or the commands, may have been released before it runs.
+    """
+    for work in works:
+        work.waitUntilCompleted()

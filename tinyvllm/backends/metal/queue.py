@@ -43,6 +43,7 @@ class Queue:
     def __init__(self, device: Any):
         self._device, self._lock = device, threading.RLock()
         self._uploads: dict[int, list[Block]] = {}  # by size, least recently used first
+        self._blocks: list[Block] = []  # all: one that only a Delivery held would be released with it in a cycle of garbage
         self._free: dict[int, list[Block]] = {}  # by size: free blocks for reading
         self.scratch = CountingScratch()
         self.failures = 0  # of work in flight
@@ -181,7 +182,9 @@ class Queue:
         buffer = self._device.sysdevice.newBufferWithLength_options(size, 0)
         if buffer.value is None:
             raise KernelError(f"METAL: no {size} bytes free for a copy; reduce the KV cache with --kv-memory")
-        return Block(buffer, size)
+        block = Block(buffer, size)
+        self._blocks.append(block)
+        return block
 
 
 def _block_size(size: int) -> int:
