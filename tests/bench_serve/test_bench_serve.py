@@ -129,6 +129,13 @@ def test_lines_may_end_in_carriage_returns_and_have_names() -> None:
         assert stream.error is None and sum(count for _, count in stream.times) == 3 and stream.finish_reason == "length"
 
 
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_an_answer_of_one_token(before: int) -> None:
+    """The events before it have no text either: a role, an empty beginning."""
+    [stream] = ask([[chunked([event("")] * before + [event("one"), event("", "length"), USAGE, b"data: [DONE]\n\n"])]])
+    assert stream.error is None and [count for _, count in stream.times] == [1]
+
+
 def test_an_endless_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its size, and, where a server is silent, by the clock."""
     monkeypatch.setattr(client_module, "MAX_STREAM", 10_000)
@@ -394,6 +401,19 @@ def test_wrong_options(arguments: list[str], message: str) -> None:
     _, options = parse(["bench", "serve", *arguments])
     with pytest.raises((ArgumentError, FormatError), match=message):
         setup_of(options)
+
+
+def test_options_of_vllms_benchmark_are_known() -> None:
+    words = "bench serve --backend vllm --dataset-name custom --dataset-path d.jsonl --custom-output-len 9 --result-filename r.json"
+    _, options = parse([*words.split(), "--request_rate", "inf", "--max-concurrency", "4", "--num-prompts", "2"])
+    assert (options.dataset, options.output_len, options.output, options.max_concurrency) == ("d.jsonl", 9, "r.json", "4")
+    for wrong, hint in (
+        ("--save-result", "--output"),
+        ("--random-range-ratio=0.5", "--random-input-len"),
+        ("--dataset-name=sharegpt", "--dataset"),
+    ):
+        with pytest.raises(ArgumentError, match=hint):
+            parse(["bench", "serve", wrong])
 
 
 def test_a_wrong_format_or_url_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, byte
         write_gguf(GOLDEN, folder / f"m-{kind}.gguf", "llama", kind)
         files[f"m-{kind}.gguf"] = (folder / f"m-{kind}.gguf").read_bytes()
     plain = {path.name: path.read_bytes() for path in GOLDEN.iterdir() if path.suffix in (".json", ".safetensors")}
-    return {"org/fits": files, "org/both": plain | {"m-Q4_0.gguf": files["m-Q4_0.gguf"]}}
+    return {"org/fits": files, "org/both": plain | {"m-Q4_0.gguf": files["m-Q4_0.gguf"]}, "org/alone": plain}
 
 
 @pytest.fixture
@@ -102,6 +102,14 @@ def test_a_folder_is_preferred_where_it_fits(fits: Run, tmp_path: Path) -> None:
     assert path.name == "m-Q4_0.gguf" and "not org/both (" in done.stderr and f"of {256} tokens" in done.stderr
 
 
+def test_a_folder_alone_says_how_it_fits(fits: Run) -> None:
+    """It is pulled in any case: there is nothing to choose but a quantization while loading."""
+    pull = ("pull", "org/alone", "--device", "cpu", "--memory", str(needed(GOLDEN) - 1))
+    done = fits(*pull)
+    assert pulled(done).is_dir() and "it fits with --quantization " in done.stderr
+    assert "tinyvllm --model org/alone --quantization " in done.stderr
+
+
 def test_a_split_model_is_all_its_parts(run: Run) -> None:
     path = pulled(run("pull", "org/sizes:Q4_K_M"))
     assert path.name == "m-Q4_K_M-00001-of-00002.gguf" and path.parent.name == COMMIT
@@ -124,7 +132,8 @@ def test_wrong_bytes_are_removed_and_pulled_again(run: Run) -> None:
 
 
 def test_a_folder_is_pulled_listed_and_removed(run: Run) -> None:
-    folder = pulled(run("pull", "org/tiny"))
+    folder = pulled(done := run("pull", "org/tiny"))
+    assert "warning: it may not run here: it cannot be planned: " in done.stderr
     assert sorted(path.name for path in folder.iterdir()) == ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.model"]
     pulled(run("pull", "org/packed:Q8_0", "--quiet"))
     held: list[dict[str, Any]] = json.loads(run("list", "--json").stdout)

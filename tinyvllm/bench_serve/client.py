@@ -63,7 +63,7 @@ class _Events:
         self._stream = stream
         self._rest = b""  # of an event that is not whole yet
         self._has_text = False  # whether an event with text has come
-        self.tail: deque[bytes] = deque(maxlen=_TAIL)
+        self.tail: deque[tuple[bytes, bool]] = deque(maxlen=_TAIL)  # an event, and whether it was counted
 
     def take(self, data: bytes, now: float) -> None:
         """Count the events that are whole now. _Malformed for one beyond MAX_EVENT, and for what is neither JSON nor a comment."""
@@ -89,8 +89,8 @@ class _Events:
             return False
         if not (data.startswith(b"{") and data.rstrip().endswith(b"}")):
             raise _Malformed(f"an event that is not JSON: {quoted(data)}")
-        self.tail.append(data)
         self._has_text = self._has_text or _has_text(_parsed(data))
+        self.tail.append((data, self._has_text))
         return self._has_text
 
 
@@ -247,20 +247,20 @@ def _has_text(event: Mapping[str, Any]) -> bool:
     return any(delta.get(name) for name in ("text", "content", "reasoning_content", "reasoning", "tool_calls"))
 
 
-def _conclude(stream: Stream, tail: Sequence[bytes], streams: bool) -> None:
-    """Usage, reason and error from the last events; those that brought no text are taken off the last count. _Malformed for wrong JSON."""
+def _conclude(stream: Stream, tail: Sequence[tuple[bytes, bool]], streams: bool) -> None:
+    """Usage, reason and error from the last events; those counted that brought no text are taken off again. _Malformed for wrong JSON."""
     if stream.status != 200:
         stream.error = f"{stream.status}: {_message(stream.body)}" if stream.status else None
         return
     if not streams:
         return
     silent = 0
-    for event in map(_parsed, tail):
+    for event, counted in ((_parsed(data), counted) for data, counted in tail):
         if event.get("error"):
             stream.error = _error_text(event["error"])
         stream.usage = _usage(event) or stream.usage
         stream.finish_reason = str(_choice(event).get("finish_reason") or "")[:64] or stream.finish_reason
-        silent += not _has_text(event)
+        silent += counted and not _has_text(event)
     _without_silent(stream.times, silent)
     if stream.finish_reason is None and stream.error is None:
         stream.error = "the stream ended without a finish_reason" if tail else "the answer has no events: it is no stream"

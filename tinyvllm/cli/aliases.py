@@ -32,6 +32,14 @@ _VLLM: dict[str, Alias] = {
     "--enable-server-load-tracking": Alias(inert=(True,), why="/load is always served"),
     "--api-server-count": Alias(inert=(1,), why="one process serves"),
     "--response-role": Alias(inert=("assistant",), why="answers are the assistant's"),
+    # of its benchmark
+    "--backend": Alias(inert=("vllm", "openai", "openai-chat"), nearest=("--endpoint",), why="it measures servers of OpenAI's API"),
+    "--dataset-name": Alias(inert=("random", "custom"), nearest=("--dataset",), why="a data set is random, or a file of prompts"),
+    "--dataset-path": Alias("--dataset"),
+    "--custom-output-len": Alias("--output-len"),
+    "--random-range-ratio": Alias(nearest=("--random-input-len", "--random-output-len"), why="they take ranges, such as 16-128"),
+    "--save-result": Alias(nearest=("--output", "--output-format"), why="results go to stdout, or to a file"),
+    "--result-filename": Alias("--output"),
 }
 
 # llama.cpp's options of llama-cli and llama-server

@@ -42,7 +42,9 @@ def lines_of(choice: Choice) -> list[str]:
     """What is fetched, why, and what else there is."""
     pull = choice.pull
     lines = [f"{pull.name}: {len(pull.files)} files, {pull.nbytes / 1e9:.2f} GB, commit {pull.commit[:12]}"]
-    if choice.sizes is not None:
+    if choice.warning is not None:
+        lines.append(f"warning: it may not run here: it {choice.warning}")
+    elif choice.sizes is not None:
         first = "what fits with the most bytes" if choice.quantization is None else f"it fits with --quantization {choice.quantization}"
         lines.append(f"{first}; {choice.sizes}")
     lines += [f"not {one.pull.name} ({size_of(one.pull.nbytes)}): it {one.why}" for one in choice.rejected[:_SHOWN]]

@@ -26,32 +26,29 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Choice:
-    """The model to fetch. `sizes` is its plan, None where it was the only one or could not be planned.
+    """The model to fetch. `sizes` is its plan, None where its name was the choice, or where it could not be planned.
 
     quantization  what it needs to fit, None for the formats of its files
     smaller       models that fit, too: those with fewer bytes
+    warning       why the only model would not run here
     """
 
     pull: Pull
-    sizes: Sizes | None
-    quantization: str | None
-    rejected: tuple[Rejected, ...]
-    smaller: tuple[Pull, ...]
-
-
-def only_model(pull: Pull) -> Choice:
-    """A model that needs no choice, whatever it takes."""
-    return Choice(pull, None, None, (), ())
+    sizes: Sizes | None = None
+    quantization: str | None = None
+    rejected: tuple[Rejected, ...] = ()
+    smaller: tuple[Pull, ...] = ()
+    warning: str | None = None
 
 
 def choose_pull(pulls: Sequence[Pull], config: EngineConfig, available: int, limit: str) -> Choice:
     """The model of a repository for `available` bytes: weights, scratch, and the KV cache of one sequence of the wanted context.
 
     A folder with safetensors is preferred, then the largest GGUF model that fits; the folder quantized while loading is the last resort.
-    ModelError if nothing fits, or for what cannot be fetched.
+    The only model is the choice, whatever it takes. ModelError if none of several fits.
     """
     if len(pulls) == 1:
-        return only_model(pulls[0])
+        return _only(config, pulls[0], available, limit)
     rejected: list[Rejected] = []
     quantizable: Choice | None = None
     for number, pull in enumerate(pulls):
@@ -59,17 +56,25 @@ def choose_pull(pulls: Sequence[Pull], config: EngineConfig, available: int, lim
             break
         why, sizes = _reason_against(config, pull, available, limit)
         if why is None:
-            return Choice(pull, sizes, None, tuple(rejected), tuple(pulls[number + 1 :]))
+            return Choice(pull, sizes, rejected=tuple(rejected), smaller=tuple(pulls[number + 1 :]))
         if sizes is not None and pull.is_folder and sizes.best is not None:
-            quantizable = Choice(pull, sizes, sizes.best.quantization, (), ())
+            quantizable = Choice(pull, sizes, sizes.best.quantization)
         rejected.append(Rejected(pull, why))
     if quantizable is not None:
         return replace(quantizable, rejected=tuple(one for one in rejected if one.pull is not quantizable.pull))
     least = min(rejected, key=lambda one: one.pull.nbytes)
+    which = "the smallest" if len(rejected) == len(pulls) else f"the smallest of {MAX_PLANNED} that were planned"
     raise ModelError(
-        f"hub: no model of {pulls[0].repo} fits: of {len(pulls)} the smallest, {least.pull.name}, {least.why}; choose one by name if "
+        f"hub: no model of {pulls[0].repo} fits: of {len(pulls)} {which}, {least.pull.name}, {least.why}; choose one by name if "
         "memory will be free, lower --max-model-len, or give --memory"
     )
+
+
+def _only(config: EngineConfig, pull: Pull, available: int, limit: str) -> Choice:
+    why, sizes = _reason_against(config, pull, available, limit)
+    if why is not None and sizes is not None and sizes.best is not None:
+        return Choice(pull, sizes, sizes.best.quantization)
+    return Choice(pull, sizes, warning=why)
 
 
 _TOO_LARGE = "has more bytes than there is memory"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyvllm.config import EngineConfig, cache_folder
 from tinyvllm.engine.drafter_memory import drafter_memory
-from tinyvllm.engine.tools.hub_choice import Choice, choose_pull, only_model
+from tinyvllm.engine.tools.hub_choice import Choice, choose_pull
 from tinyvllm.engine.tools.plan_sizes import Sizes, make_sizes, open_sizes
 from tinyvllm.errors import KernelError, ToolchainError
 from tinyvllm.runner.device import start_device
@@ -77,11 +77,12 @@ def plan_sizes(config: EngineConfig, memory: int | None = None, limit: str = "--
 
 
 def plan_pull(config: EngineConfig, memory: int | None = None) -> Choice:
-    """Which model of a hub's repository, `config.model`, fits; see `choose_pull`."""
+    """Which model of a hub's repository, `config.model`, fits: see `choose_pull`. A GGUF file that the name chooses is not planned."""
     from tinyvllm.weights.hub_files import hub_models
 
     pulls = hub_models(config.model, config.revision)
-    return only_model(pulls[0]) if len(pulls) == 1 else choose_pull(pulls, *on_device(config, memory))
+    chosen = len(pulls) == 1 and not pulls[0].is_folder
+    return Choice(pulls[0]) if chosen else choose_pull(pulls, *on_device(config, memory))
 
 
 def on_device(config: EngineConfig, memory: int | None, limit: str = "--memory") -> tuple[EngineConfig, int, str]:
@@ -102,7 +103,8 @@ def _local(config: EngineConfig, available: int, limit: str) -> Iterator[tuple[s
     if os.path.exists(os.path.expanduser(config.model)) or parse_name(config.model) is None:
         yield config.model, config
         return
-    pull = choose_pull(hub_models(config.model, config.revision), config, available, limit).pull
+    pulls = hub_models(config.model, config.revision)
+    pull = pulls[0] if len(pulls) == 1 else choose_pull(pulls, config, available, limit).pull
     with header_copies(pull) as path:
         yield pull.name, replace(config, model=str(path), revision=None)
 
