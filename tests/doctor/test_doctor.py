@@ -143,7 +143,8 @@ def test_open_files(machine):
     assert one(system.check_files, machine, Status.OK).text == "unlimited"
     assert one(system.check_files, machine, Status.OK, limit=lambda which: (4096, 4096)).text == "ulimit -n is 4096"
     assert "or more" in one(system.check_files, machine, Status.WARNING, limit=lambda which: (256, 65536)).advice
-    assert "hard limit of 512" in one(system.check_files, machine, Status.WARNING, limit=lambda which: (256, 512)).advice
+    advice = one(system.check_files, machine, Status.WARNING, limit=lambda which: (256, 512)).advice
+    assert advice == "ulimit -n 1024 or more, as root: it is above the hard limit of 512"
 
 
 def test_huge_pages(machine):
@@ -195,11 +196,13 @@ def test_the_compiler(machine, monkeypatch, tmp_path):
 
 def test_cuda(machine, monkeypatch):
     assert found(devices.check_cuda, machine) == [], "a machine without a GPU lacks nothing"
-    assert "--device CUDA asks for one" in one(devices.check_cuda, machine, Status.ERROR, device="CUDA:1").text
+    wanted = one(devices.check_cuda, machine, Status.ERROR, device="CUDA:1")
+    assert "--device CUDA asks for one" in wanted.text and wanted.advice.endswith("or use --device CPU")  # nothing else is used instead
     version = machine.proc / "driver" / "nvidia" / "version"
     version.parent.mkdir(parents=True)
     version.write_text("NVRM version: 580.65\nGCC\n")
-    assert "the kernel has a driver" in one(devices.check_cuda, machine, Status.WARNING).text
+    spare = one(devices.check_cuda, machine, Status.WARNING)
+    assert "the kernel has a driver" in spare.text and spare.advice.endswith("the CPU is used without it")
     monkeypatch.setattr("tinyvllm.backends.cuda.nvrtc.version", lambda: "nvrtc 13.0")
     texts = [each.text for each in found(devices.check_cuda, machine, load=lambda name: object())]
     assert texts == ["NVRM version: 580.65", "nvrtc 13.0"]
@@ -271,6 +274,11 @@ def test_speed(machine, monkeypatch):
             "wrong are avx512 matmul (the",
         ),
         (selftest.Report(untested="no C compiler"), Status.ERROR, "not tested: no C compiler"),
+        (
+            selftest.Report(replaced={"avx512 matmul": "the result differs"}, untested="no room"),
+            Status.ERROR,
+            "not tested: no room: wrong are avx512 matmul (the",
+        ),
     ],
 )
 def test_the_self_test(machine, monkeypatch, report, status, text):

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tinyvllm.energy import meter as module
-from tinyvllm.energy.counters import Counters
+from tinyvllm.energy.counters import CounterError, Counters
 from tinyvllm.energy.meter import IDLE_SECONDS, MAX_WATTS, Account, Meter
 
 
@@ -117,6 +117,33 @@ def test_a_counter_that_was_reset_is_not_charged() -> None:
     meter.read()
     assert account.intervals[0].watts == 0 and not meter.measures and machine.closed
     assert "was reset" in meter.counters.not_measured[machine.name]
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_a_counter_that_fails_takes_its_idle_power_away(reset: bool) -> None:
+    """Or the other counters' joules would be compared with the idle power of all, and requests charged nothing."""
+    cpu, gpu = Machine(10.0), Machine(40.0)
+    gpu.name = "gpu 0"
+
+    def run(seconds: float) -> None:
+        cpu.run(seconds)
+        gpu.run(seconds)
+
+    meter = Meter(Counters([cpu, gpu]), cpu.clock, run)
+    account = meter.account()
+    assert meter.idle_watts == pytest.approx(50.0)
+    gpu.counted = 2 * MAX_WATTS
+    if not reset:
+        gpu.joules = fail  # type: ignore[method-assign]
+    for _ in range(2):
+        step(cpu, account, 0.05, 60.0)
+        meter.read()
+    assert [interval.watts for interval in account.intervals] == pytest.approx([50.0] * 2)
+    assert [interval.idle_watts for interval in account.intervals] == pytest.approx([10.0] * 2) and meter.idle_watts == pytest.approx(10.0)
+
+
+def fail() -> float:
+    raise CounterError("the driver is gone")
 
 
 def test_without_counters_nothing_is_waited_for_and_no_thread_runs() -> None:

@@ -44,7 +44,9 @@ def check_cuda(machine: Machine) -> Iterator[Finding]:
             return
         held = "the kernel has a driver of NVIDIA" if module is not None else "--device CUDA asks for one"
         status = Status.ERROR if wanted else Status.WARNING
-        advice = "install the driver's libcuda, in a container with --gpus all; the CPU is used without it"
+        advice = "install the driver's libcuda, in a container with --gpus all; " + (
+            "or use --device CPU" if wanted else "the CPU is used without it"
+        )
         yield Finding("CUDA driver", status, f"libcuda.so.1 cannot be loaded ({error}), but {held}", advice)
         return
     first = next(iter((module or "").splitlines()), "") or "libcuda.so.1 is there"

@@ -73,12 +73,13 @@ def _verdict(report: Report, left: list[str]) -> Finding:
     if report.mode == "off":
         return Finding("kernels", Status.WARNING, "the self-test is off, or the device has no kernels", "unset TINYVLLM_SELFTEST")
     if report.replaced:
-        names = ", ".join(f"{name} ({reason})" for name, reason in report.replaced.items())
-        advice = "tokens are right without them, but slower; please report it, with compiler and driver"
-        return Finding("kernels", Status.WARNING, f"{text}: wrong are {names}", advice)
+        text += ": wrong are " + ", ".join(f"{name} ({reason})" for name, reason in report.replaced.items())
+    if left:
+        names = ", ".join(left[:4]) + (" ..." if len(left) > 4 else "")
+        text += f"; for time not tested: {names} (a second run tests these; --all tests all at once)"
     if report.untested:
         return Finding("kernels", Status.ERROR, text, "mend what the line says: without kernels the reference runs, many times slower")
-    if left:
-        text += f"; for time not tested: {', '.join(left[:4])}{' ...' if len(left) > 4 else ''}"
-        return Finding("kernels", Status.OK, f"{text} (a second run tests these; --all tests all at once)")
+    if report.replaced:
+        advice = "tokens are right without them, but slower; please report it, with compiler and driver"
+        return Finding("kernels", Status.WARNING, text, advice)
     return Finding("kernels", Status.OK, text)

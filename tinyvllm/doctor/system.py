@@ -86,8 +86,9 @@ def check_files(machine: Machine) -> Iterator[Finding]:
     soft, hard = machine.limit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < MIN_FILES:
         text = f"ulimit -n is {soft}: a server needs a file for each connection, and one for each file of weights"
-        most = "more" if hard == resource.RLIM_INFINITY or hard >= MIN_FILES else f"more than the hard limit of {hard}, as root"
-        yield Finding("open files", Status.WARNING, text, f"ulimit -n {MIN_FILES} or {most}")
+        free = hard == resource.RLIM_INFINITY or hard >= MIN_FILES
+        advice = f"ulimit -n {MIN_FILES} or more" + ("" if free else f", as root: it is above the hard limit of {hard}")
+        yield Finding("open files", Status.WARNING, text, advice)
     else:
         yield Finding("open files", Status.OK, "unlimited" if soft == resource.RLIM_INFINITY else f"ulimit -n is {soft}")
 

@@ -7,7 +7,6 @@ own seconds. A step itself reads no counter.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -73,21 +72,20 @@ class Meter:
         """Measures the idle machine first, which takes IDLE_SECONDS, if there is a counter."""
         self.counters, self.clock = counters, clock
         self.joules = {counter.name: 0.0 for counter in counters.open}  # of the whole machine since the start
-        self.idle_watts = math.inf  # until the first measurement
+        self.idle_watts = 0.0  # of the counters that are open
         self.asleep = False
         self._accounts: list[Account] = []
         self._lock = threading.Lock()
         self._work, self._closed = threading.Event(), threading.Event()
         self._last = clock()  # the last reading
         self._deficit = 0.0  # joules, 0 or less
+        self._idle: dict[str, float] = {}  # watts of each counter, of the idle interval that drew the least
         self._thread: threading.Thread | None = None
         if self.measures:
             counters.read()
             self._last = clock()
             sleep(IDLE_SECONDS)
             self.read()
-        if self.idle_watts == math.inf:  # no counter, or one that failed at once
-            self.idle_watts = 0.0
 
     @property
     def measures(self) -> bool:
@@ -117,11 +115,13 @@ class Meter:
         if elapsed <= 0:
             return
         self._last = now
-        joules = self._plausible(self.counters.read(), elapsed)
+        measured = self._plausible(self.counters.read(), elapsed)
+        joules = sum(measured.values())
         in_steps = 0.0 if idle else sum(account.take_seconds(now) for account in self._accounts)
         if in_steps <= 0:
-            if elapsed >= IDLE_SECONDS:
-                self.idle_watts = min(self.idle_watts, joules / elapsed)
+            if elapsed >= IDLE_SECONDS and (not self._idle or joules / elapsed < self.idle_watts):
+                self._idle = {name: value / elapsed for name, value in measured.items()}
+                self.idle_watts = joules / elapsed
             return
         above = joules - self.idle_watts * elapsed + self._deficit
         self._deficit = max(min(0.0, above), -MAX_DEFICIT * self.idle_watts)
@@ -129,14 +129,17 @@ class Meter:
         for account in self._accounts:
             account.intervals.append(interval)
 
-    def _plausible(self, joules: dict[str, float], elapsed: float) -> float:
-        """The sum, without a counter that was reset: that is the end of it."""
+    def _plausible(self, joules: dict[str, float], elapsed: float) -> dict[str, float]:
+        """Joules by counter, without those that have failed or were reset: that is the end of them, and of their idle watts."""
         for name, value in joules.items():
             if value > MAX_WATTS * max(1.0, elapsed):
                 self.counters.fail(name, f"{name} counted {value:.0f} J in {elapsed:.2f} s: it was reset, as by a driver that was reloaded")
-                joules[name] = 0.0
-            self.joules[name] += joules[name]
-        return sum(joules.values())
+        joules = {counter.name: joules[counter.name] for counter in self.counters.open}
+        for name, value in joules.items():
+            self.joules[name] += value
+        self._idle = {name: watts for name, watts in self._idle.items() if name in joules}
+        self.idle_watts = sum(self._idle.values())
+        return joules
 
     # ---- the thread ----
 
