@@ -84,6 +84,7 @@ MODELS: dict[str, tuple[DrafterSpec, int | None]] = {
     "draft_model, K=4": (DrafterSpec("draft_model", "draft_model", _DRAFT), 4),
     "eagle3": (DrafterSpec("eagle3", "eagle3", _HEADS), None),
     "eagle3, K=5": (DrafterSpec("eagle3", "eagle3", _HEADS), 5),
+    "eagle3, K=7": (DrafterSpec("eagle3", "eagle3", _HEADS), 7),
 }
 
 
