@@ -29,6 +29,7 @@ PEERS = ("tinyvllm", "llama.cpp", "ik_llama.cpp", "transformers")
 _BLOCK = re.compile(r"(<!-- figures (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _FLAGS = {
     "avx2": "AVX2",
+    "avx_vnni": "AVX-VNNI",  # where AVX-512, which is preferred, is missing
     "avx512f": "AVX-512",
     "avx512_vnni": "VNNI",
     "avx512_bf16": "BF16",
@@ -55,17 +56,20 @@ COMPARED = {
 }
 
 
-def records(name: str) -> list[Line]:
-    """The lines of results/NAME.jsonl that belong to a commit, the oldest first."""
+def records(name: str, forced: bool = False) -> list[Line]:
+    """The lines of results/NAME.jsonl that belong to a commit, the oldest first; `forced`: also those with TINYVLLM_KERNELS set."""
     path = RESULTS / f"{name}.jsonl"
     lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
-    return [line for line in lines if line["commit"] and not line["commit"].endswith("-dirty") and line.get("isa")]
+    known = [line for line in lines if line["commit"] and not line["commit"].endswith("-dirty") and line.get("isa")]
+    return [line for line in known if forced or not line.get("forced")]
 
 
 def processor(line: Line) -> str:
-    """ "2 cores of an AMD EPYC (AVX2, AVX-512, VNNI, BF16)"."""
-    flags = ", ".join(text for flag, text in _FLAGS.items() if flag in line["isa"].split())
-    return f"{line['cores']} cores of an {line['cpu']} ({flags})"
+    """ "2 cores of an AMD EPYC (AVX2, AVX-512, VNNI, BF16)", and which kernels were forced."""
+    isa = line["isa"].split()
+    flags = ", ".join(text for flag, text in _FLAGS.items() if flag in isa and (flag != "avx_vnni" or "avx512f" not in isa))
+    forced = f", with `TINYVLLM_KERNELS={line['forced']}`" if line.get("forced") else ""
+    return f"{line['cores']} cores of an {line['cpu']} ({flags}){forced}"
 
 
 def newest(lines: Iterable[Line], **wanted: object) -> Line | None:
@@ -73,8 +77,8 @@ def newest(lines: Iterable[Line], **wanted: object) -> Line | None:
 
 
 def by_processor(lines: list[Line], block: Callable[[list[Line]], str]) -> str:
-    """One block a kind of processor, each with its heading; the kind measured last comes first."""
-    kinds = list(dict.fromkeys(processor(line) for line in reversed(lines)))
+    """One block a kind of processor, each with its heading; the kind measured last comes first, those with forced kernels last."""
+    kinds = list(dict.fromkeys(processor(line) for line in sorted(reversed(lines), key=lambda line: "forced" in line)))
     return "\n\n".join(f"{kind}:\n\n{block([line for line in lines if processor(line) == kind])}" for kind in kinds)
 
 
@@ -252,6 +256,7 @@ def lab_pictures(_: list[Line]) -> str:
     return "\n\n".join(f"![{path.stem.replace('_', ' ')}]({LAB_PICTURES}/{path.name})" for path in paths) or "No pictures yet."
 
 
+WITH_FORCED = (engines,)  # a table for each choice of kernels
 WITHOUT_RECORDS = (others, lab_pictures)  # they say themselves what is missing
 BLOCKS: dict[str, tuple[str, Callable[[list[Line]], str]]] = {
     "readme": ("compare", readme),
@@ -270,7 +275,7 @@ def filled(text: str) -> str:
 
     def block(match: re.Match[str]) -> str:
         name, make = BLOCKS[match[2]]
-        lines = records(name)
+        lines = records(name, forced=make in WITH_FORCED)
         made = make(lines) if lines or make in WITHOUT_RECORDS else "No record of a clean commit yet."
         return f"{match[1]}{made}\n{match[3]}"
 

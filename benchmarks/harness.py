@@ -25,7 +25,8 @@ _TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 def machine() -> dict[str, object]:
-    """Processor, cores, system, Python and the commit measured."""
+    """Processor, cores, system, Python and the commit measured; `forced`, the kernels that TINYVLLM_KERNELS names, if it is set."""
+    forced = {"forced": os.environ["TINYVLLM_KERNELS"]} if os.environ.get("TINYVLLM_KERNELS") else {}
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -37,6 +38,7 @@ def machine() -> dict[str, object]:
         "system": platform.system(),
         "python": platform.python_version(),
         "commit": commit(),
+        **forced,
     }
 
 
@@ -47,7 +49,7 @@ def isa() -> str:
     except OSError:
         return ""
     return " ".join(
-        flag for flag in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "i8mm", "bf16") if flag in flags
+        flag for flag in ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "i8mm", "bf16") if flag in flags
     )
 
 

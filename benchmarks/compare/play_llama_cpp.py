@@ -55,7 +55,13 @@ class Llama:
         self.context = api.llama_init_from_model(self.model, params)
         if not self.context:
             raise RuntimeError(f"llama.cpp cannot make a context of {params.n_ctx} tokens")
-        return f"mmap={int(mmap)} flash_attn={flash}"
+        return f"mmap={int(mmap)} flash_attn={flash} {self._instructions()}"
+
+    def _instructions(self) -> str:
+        """The widest instruction set that it was built for."""
+        flags = set(self.api.llama_print_system_info().decode().replace(" = 1", "").split(" | "))
+        words = {word for flag in flags for word in flag.split()}
+        return next((name for name in ("AVX512_BF16", "AVX512_VNNI", "AVX512", "AVX_VNNI", "AVX2", "NEON") if name in words), "")
 
     def tune(self, test: str, batch: int, tokens: int) -> str:
         """The fastest of SETTINGS at a test, loaded; best of three turns each. `tokens`: of the prompt, or the context."""

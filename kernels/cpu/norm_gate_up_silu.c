@@ -37,6 +37,7 @@
 // Pairs of panels in a unit, all of gate's before those of up, where the rows are one tile: with one pair a unit, of 36 KB in 4 bits, a core
 // read a tenth less.
 #define MAX_RUN 8
+#define GATE_ROWS (MAX_RUN * STREAM_TOKENS > MAX_TOKENS ? MAX_RUN * STREAM_TOKENS : MAX_TOKENS)
 static inline int pairs_in_run(int pairs, int threads);
 static inline float *run_tile(float *tiles, int pair);
 static inline void pair_dot(const uint8_t *weight, int panels, int pair, const uint8_t *next_panel, const uint8_t *x, int tokens,
@@ -51,7 +52,7 @@ static void norm_gate_up_silu(float *out, void *scratch, const float *x, NORM_AR
   barrier(team);
 
   const int pairs = (panels + 1) / 2, piece = pairs < 4 * team->threads ? PIECE : count > 0 ? count : 1;
-  const int run = count <= MAX_TOKENS ? pairs_in_run(pairs, team->threads) : 1, runs = (pairs + run - 1) / run;
+  const int run = count <= STREAM_TOKENS ? pairs_in_run(pairs, team->threads) : 1, runs = (pairs + run - 1) / run;
   const int pieces = (count + piece - 1) / piece, units = runs * pieces;
   for (int unit = next_unit(team), ahead; unit < units; unit = unit_after(team, ahead)) {
     ahead = unit_ahead(team, unit, units);
@@ -60,7 +61,7 @@ static void norm_gate_up_silu(float *out, void *scratch, const float *x, NORM_AR
     const uint8_t *next_panel = (const uint8_t *)weight + 2 * (likely_unit(team, unit, ahead, units) / pieces * run) * PANEL;
     const uint8_t *gate = (const uint8_t *)weight, *up = HALF == BOTH ? gate + panels * PANEL : gate;
     for (int t = from, tokens; t < to; t += tokens) {
-      float gates[MAX_RUN * MAX_TOKENS * 32], ups[MAX_TOKENS * 32];
+      float gates[GATE_ROWS * 32], ups[MAX_TOKENS * 32];
       tokens = tile_tokens(to - t);
       const uint8_t *x_rows = prepared + t * PREPARED, *next = t + tokens < to ? gate + 2 * first * PANEL : next_panel;
       for (int pair = first; HALF != UP && pair < end; pair++) {
@@ -80,7 +81,7 @@ static inline int pairs_in_run(int pairs, int threads) {
   const int run = pairs_in_unit(pairs, threads);
   return run < MAX_RUN ? run : MAX_RUN;
 }
-static inline float *run_tile(float *tiles, int pair) { return tiles + pair * MAX_TOKENS * 32; }
+static inline float *run_tile(float *tiles, int pair) { return tiles + pair * STREAM_TOKENS * 32; }
 
 static inline void pair_dot(const uint8_t *weight, int panels, int pair, const uint8_t *next_panel, const uint8_t *x, int tokens,
                             float *tile) {

@@ -53,6 +53,7 @@ AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
     [
         ("x86_64", X86[1] | AVX512, "avx512", "the best variant for this processor"),
         ("x86_64", X86[1], "avx2", "not avx512: the processor has no avx512f, avx512bw"),
+        ("x86_64", X86[1] | {"avx_vnni"}, "avxvnni", "not avx512: the processor has no avx512f, avx512bw"),
         ("x86_64", {"avx2", "f16c"} | AVX512, "plain", "not avx2: the processor has no fma"),
         ("x86_64", set(), "plain", "not avx512"),
         ("aarch64", {"asimd"}, "neon", "the best variant for this processor"),
@@ -95,7 +96,7 @@ def test_a_forced_variant_that_cannot_run_is_an_error(monkeypatch, processor):
     with pytest.raises(KernelError, match="wants matmul=avx512, but the processor has no avx512f"):
         select("matmul", CPU, "a")
     monkeypatch.setenv("TINYVLLM_KERNELS", "all=neon")
-    with pytest.raises(KernelError, match="wants embed=neon; CPU here has avx512, avx2, plain, and ref"):
+    with pytest.raises(KernelError, match="wants embed=neon; CPU here has avx512, avxvnni, avx2, plain, and ref"):
         select("embed", CPU, "a")
     assert choices() == [], "a failure is not a choice"
 
@@ -139,7 +140,7 @@ def test_choices_are_remembered_once_a_shape_and_forgotten_on_request(processor)
 def test_the_variants_of_this_machine_name_what_it_lacks(processor):
     processor(*X86)
     variants = registry.variants(Placement("CPU:0"))
-    assert list(variants) == ["avx512", "avx2", "plain"]
+    assert list(variants) == ["avx512", "avxvnni", "avx2", "plain"]
     assert variants["avx2"] is None and variants["plain"] is None and variants["avx512"].startswith("the processor has no avx512f")
 
 

@@ -38,6 +38,18 @@ def test_records_of_changed_code_or_an_unnamed_processor_do_not_count(tmp_path: 
     assert [line["n"] for line in records("x")] == [1]
 
 
+def test_forced_kernels_have_a_table_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    own = {"commit": "a", "isa": "avx2 avx512f", "cores": 2, "cpu": "X", "shape": "tinyllama-1.1b", "format": "BF16", "test": "decode",
+           "tok_s": {"tinyvllm": {"rate": 30.0}}, "read_GBps": 40}  # fmt: skip
+    forced = {**own, "forced": "all=avx2", "tok_s": {"tinyvllm": {"rate": 20.0}}}
+    (tmp_path / "compare.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (own, forced)))
+    both = filled("<!-- figures engines -->\n<!-- end -->\n")
+    first, second = both.index("an X (AVX2, AVX-512):"), both.index("an X (AVX2, AVX-512), with `TINYVLLM_KERNELS=all=avx2`:")
+    assert first < both.index("30.0") < second < both.index("20.0")
+    assert "20.0" not in filled("<!-- figures readme -->\n<!-- end -->\n")
+
+
 def test_the_newest_record_of_a_row_counts() -> None:
     def line(rate: float) -> dict[str, object]:
         return {"shape": "tinyllama-1.1b", "format": "BF16", "test": "decode", "commit": "a",

@@ -50,9 +50,12 @@ def panels(weight: str, rows: int, width: int) -> np.ndarray:
     return weight_bytes(weight, -(-rows // 16) * 16, width)
 
 
-def prepared(weight: str, rows: int, width: int) -> np.ndarray:
+def prepared(weight: str, target: str, rows: int, width: int) -> np.ndarray:
     """Scratch of a product: product.h's PREPARED_BYTES for every row, rows counted up to a multiple of 16."""
-    row = 2 * width if weight == "BF16" else {Activations.INT8: width // 32 * 40}.get(FORMATS[weight].activations, 4 * width)
+    wide = target == "avx2" and (weight in ("Q8_0", "IQ4_NL", "IQ4_XS") or weight.startswith("INT8_"))
+    group = (64 if wide else 32) + 4 + (8 if weight in ("Q2_K", "Q3_K", "Q6_K", "NVFP4_G128") else 4)
+    floats = 2 * width if weight == "BF16" and target not in ("avx2", "avxvnni") else 4 * width
+    row = {Activations.INT8: width // 32 * group}.get(FORMATS[weight].activations, floats)
     return blank(-(-rows // 16) * 16 * 64 * (-(-row // 64) | 1), dtype="uint8")
 
 
@@ -63,14 +66,14 @@ def kernel(stem: str, target: str, outs: int, arrays: list[np.ndarray], **define
 def matmul(weight: str, target: str, T: int = 15, I: int = 96, O: int = 50) -> Call:
     I = packable_width(weight, I)
     ins = [floats(T, I), panels(weight, O, I), floats(O), floats(T, O), int32(T)]
-    arrays = [blank(T, O), prepared(weight, T, I), *ins]
+    arrays = [blank(T, O), prepared(weight, target, T, I), *ins]
     return kernel("matmul", target, 2, arrays, I=I, O=O, WEIGHT=weight, BIAS=1, RESIDUAL=1, ACTIVATION=1)
 
 
 def matmul_normed(target: str, T: int = 15, I: int = 96, O: int = 48) -> Call:
     ins = [floats(T, I), panels("BF16", O, I), floats(O), floats(T, O), int32(T)]
     sizes = {"I": I, "O": O, "WEIGHT": "BF16", "BIAS": 0, "RESIDUAL": 1, "ACTIVATION": 0}
-    return kernel("matmul", target, 2, [blank(T, O), prepared("BF16", T, I), *ins], **sizes, OUT_NORM=1, OUT_SCALE="0.5f", EPS=1e-5)
+    return kernel("matmul", target, 2, [blank(T, O), prepared("BF16", target, T, I), *ins], **sizes, OUT_NORM=1, OUT_SCALE="0.5f", EPS=1e-5)
 
 
 def shared_by_two(place: int, logits: int) -> np.ndarray:
@@ -98,20 +101,20 @@ def changed(sample: Callable[[str], Call], changes: dict[str, int | float | str]
 
 
 def norm_gate_up_silu(weight: str, target: str, T: int = 5, E: int = 64, F: int = 48) -> Call:
-    arrays = [blank(T, F), prepared(weight, T, E), floats(T, E), floats(E), panels(weight, 2 * F, E), int32(T)]
+    arrays = [blank(T, F), prepared(weight, target, T, E), floats(T, E), floats(E), panels(weight, 2 * F, E), int32(T)]
     return kernel("norm_gate_up_silu", target, 2, arrays, E=E, F=F, WEIGHT=weight, HALF="BOTH", BIAS=0, EPS=1e-5)
 
 
 def norm_qkv_rope_store(weight: str, target: str, T: int = 5, E: int = 64, H: int = 4, K: int = 2, D: int = 48) -> Call:
     S, P, O = 8, 3, (H + 2 * K) * D
-    outs = [blank(T, H, D), blank(P, 2, K, S, D, dtype="uint16"), blank(1), prepared(weight, T, E)]
+    outs = [blank(T, H, D), blank(P, 2, K, S, D, dtype="uint16"), blank(1), prepared(weight, target, T, E)]
     ins = [floats(T, E), floats(E), panels(weight, O, E), floats(O), floats(D), floats(D), floats(T, D), int32(23, 0, 7, 8, 9), int32(T)]
     sizes = {"E": E, "H": H, "K": K, "D": D, "S": S, "R": D, "MAIN": H + 2 * K, "SECOND": 0, "WEIGHT": weight, "CACHE_TYPE": "BF16"}
     return kernel("norm_qkv_rope_store", target, 4, outs + ins, **sizes, NORM=0, BIAS=1, QK_NORM=1, EPS=1e-5, QK_EPS=1e-6)
 
 
 def norm_head(weight: str, target: str, T: int = 5, N: int = 3, E: int = 64, V: int = 50) -> Call:
-    outs = [blank(N, V), blank(N, dtype="int32"), prepared(weight, N, E)]
+    outs = [blank(N, V), blank(N, dtype="int32"), prepared(weight, target, N, E)]
     ins = [floats(T, E), floats(E), floats(E), panels(weight, V, E), int32(4, 0, 2), int32(N)]
     return kernel("norm_head", target, 3, outs + ins, E=E, V=V, N=N, WEIGHT=weight, NORM=1, EPS=1e-5)
 

@@ -38,6 +38,7 @@ BUILDS = {
     "plain": Build("plain", (), frozenset()),
     "plain-fused": Build("plain", ("-march=x86-64-v3",), frozenset({"avx2", "fma"})),  # the compiler may fuse products and sums
     "avx2": Build("avx2", ("-march=x86-64-v3",), frozenset({"avx2", "fma", "f16c"})),
+    "avxvnni": Build("avx2", ("-march=x86-64-v3", "-mavxvnni"), frozenset({"avx2", "fma", "f16c", "avx_vnni"})),
     "avx512": Build("avx512", ("-march=x86-64-v4",), frozenset({"avx512f"})),
     "avx512-bytes": Build("avx512", ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi"), frozenset({"avx512_bf16", "avx512vbmi"})),
     "avx512-dots": Build("avx512", ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"), frozenset({"avx512_bf16", "avx512_vnni"})),
@@ -98,6 +99,7 @@ EXPRESSIONS = {
     "v16_from_high_bf16": "v16_store(out, v16_from_high_bf16(w16_load(w)))",
     "v16_from_low_f16": "v16_store(out, v16_from_low_f16(w16_load(w)))",
     "v16_from_high_f16": "v16_store(out, v16_from_high_f16(w16_load(w)))",
+    "v16_round_bf16": "v16_store(out, v16_round_bf16(v16_load(a)))",
     "v16_exp": "v16_store(out, v16_exp(v16_mul(v16_load(f), v16_set(11))))",
 }
 ROUNDED_OTHERWISE = {"v16_fma": 2.0**-23, "v16_dot_bf16": 2.0**-22}  # of the sum of what is added, in absolute values

@@ -173,6 +173,51 @@ def test_matmul_passes_on_what_is_not_finite(format: str, target: str) -> None:
     assert np.isfinite(out[0]).all() and not np.isfinite(out[1:3]).any() and (out[3] == 0).all()
 
 
+# Format -> where the integers are in a block of a file.
+_QUANTS = {
+    "Q8_0": (2, 34),
+    "Q4_0": (2, 18),
+    "Q5_0": (2, 22),
+    "Q2_K": (16, 80),
+    "Q3_K": (0, 96),
+    "Q4_K": (16, 144),
+    "Q5_K": (16, 176),
+    "Q6_K": (0, 192),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("format", _QUANTS)
+def test_the_largest_integers_do_not_overflow(format: str, target: str) -> None:
+    """All integers of the weights at their limits, and all of x at 127 or -127: sums of 16 bits would be the first to fail."""
+    I, O, (start, end) = 512, 16, _QUANTS[format]
+    rows = random_rows(format, O, I, 1.0).copy()
+    quants = rows.reshape(O, I // TABLE[format].elements, -1)[..., start:end]
+    quants[:8], quants[8:] = 0xFF if format != "Q8_0" else 0x7F, 0 if format != "Q8_0" else 0x80
+    raw = pack_panels(format, rows)
+    panels = aligned(raw.shape, np.uint8)
+    panels[...] = raw
+    values = unpack_panels(format, panels, O, I).astype(np.float64)
+    x = np.sign(numbers(8, I))
+    x[0], x[1], x[2] = 1, -1, np.tile([1, -1], I // 2)
+    for T in (1, 3, 8):
+        close(
+            matmul(matmul_kernel(I, O, format, target), x[:T].copy(), panels),
+            x[:T].astype(np.float64) @ values.T,
+            np.abs(x[:T]) @ np.abs(values).T,
+        )
+
+
+@pytest.mark.skipif("avx_vnni" not in cpu_features(), reason="needs a processor with AVX-VNNI")
+@pytest.mark.parametrize("format", ["Q8_0", "Q6_K", "INT4_G32"])
+def test_dot_products_of_bytes_have_the_bits_of_avx2(format: str) -> None:
+    panels, _ = pack(numbers(40, 256), format)
+    for T in (1, 5, 26):
+        x = numbers(T, 256)
+        one, other = (matmul(matmul_kernel(256, 40, format, target), x, panels) for target in ("avxvnni", "avx2"))
+        assert (one.view(np.uint32) == other.view(np.uint32)).all(), f"T={T}"
+
+
 # --- the fused ones: norms ahead of the product, and what is done with its results
 
 

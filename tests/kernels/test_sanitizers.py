@@ -49,6 +49,8 @@ NAMES = [
 WIDEST = next((variant for variant, feature in (("avx512", "avx512f"), ("avx2", "avx2")) if feature in cpu_features()), "plain")
 CASES = [(name, "plain") for name in NAMES]
 CASES += [(name, WIDEST) for name in NAMES if WIDEST != "plain" and name.startswith(("matmul", "attention", "norm_qkv"))]
+if "avx2" in cpu_features():  # many rows of integers take a way of their own
+    CASES.append(("matmul INT6_G32", "avx2"))
 UNFUSED = "-ffp-contract=off"  # two compilers choose differently
 SANITIZERS = {
     "address": ("-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"),

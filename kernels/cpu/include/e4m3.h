@@ -24,11 +24,7 @@ INLINE void dot_step(const int tokens, const uint8_t *words, const uint8_t *x, c
 #else
 #define STEP_X_BYTES 16
 
-INLINE void store_x(uint8_t *row, int i, v16 x) {
-  uint16_t rounded[16];
-  v16_store_bf16(rounded, x);
-  v16_store((float *)row + i, v16_load_bf16(rounded));
-}
+INLINE void store_x(uint8_t *row, int i, v16 x) { v16_store((float *)row + i, v16_round_bf16(x)); }
 INLINE void dot_step(const int tokens, const uint8_t *words, const uint8_t *x, const long pitch, v16 *sum) {
   const w16 w = w16_load(words);
   UNROLL for (int c = 0; c < 4; c++) {

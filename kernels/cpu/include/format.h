@@ -11,10 +11,11 @@
 //
 // and for products, which walk through a panel block by block (product.h), either
 //
-//     STEP_COLUMNS              columns that a step multiplies: 1, or pairs
+//     STEP_COLUMNS              columns that a step multiplies: 1, or pairs; STEP_X_BYTES, what they take in a row of x, 4 if not defined
 //     StepWeights, StepX        the step's numbers of sixteen rows of weights; of one row of x
-//     store_x(row, i, x)        sixteen numbers of x from column i on, to a row whose steps take four bytes each
-//     load_weights(panel), load_x(x), multiply(acc, w, x)
+//     store_x(row, i, x)        sixteen numbers of x from column i on
+//     HALVES                    parts that a step is multiplied in, one after the other; 1 where it is not defined
+//     load_weights(panel, half), load_x(x, half), multiply(acc, w, x)
 //
 // or, for floats of a few bits whose groups have a scale, with which the sum of a group is multiplied,
 //
@@ -31,6 +32,7 @@
 //     INTEGERS 1
 //     PART                      weights that share a scale, 32 where it is not defined, or 16
 //     ZERO_POINT                what is subtracted from every weight's unsigned integer
+//     MAX_QUANT                 the largest of these integers, 255 where it is not defined
 //     dot_part(tokens, block, p, x, pitch, sum)   sum[t] += integer dots of part p of a panel's block with group x of every row
 //     part_scale(block, p)      sixteen scales: weight = scale * (integer - ZERO_POINT) - minimum
 //     MINIMUMS 1, part_minimum(block, p)          sixteen minimums of a format that has them; its ZERO_POINT is 0
@@ -38,7 +40,12 @@
 #include "lanes.h"
 #include "numbers.h"
 #include "six_bits.h"
-#include "x_group.h"
+
+// x_group.h, which needs the format's numbers, defines them.
+struct x_group;
+struct part_sum;
+// sum[t] += dots of the four weights of each of sixteen rows in `w`, unsigned bytes, with numbers 4 j to 4 j + 3 of the group of row t.
+INLINE void dot_word(const int tokens, w16 w, const struct x_group *x, int j, const long pitch, struct part_sum *sum);
 
 #if WEIGHT == F32
 #include "formats/f32.h"
@@ -102,6 +109,9 @@
 #ifndef GROUPS
 #define GROUPS 0
 #endif
+#ifndef HALVES
+#define HALVES 1
+#endif
 #ifndef STEP_X_BYTES
 #define STEP_X_BYTES 4
 #endif
@@ -111,6 +121,13 @@
 #ifndef MINIMUMS
 #define MINIMUMS 0
 #endif
+#ifndef ZERO_POINT
+#define ZERO_POINT 0
+#endif
+#ifndef MAX_QUANT
+#define MAX_QUANT 255
+#endif
+#include "x_group.h"
 
 #define FILE_ROW_BYTES(width) ((long)(width) / BLOCK * FILE_BLOCK_BYTES)
 #define PANEL_BLOCK_BYTES (16 * FILE_BLOCK_BYTES)

@@ -16,6 +16,9 @@
 #define UNROLL _Pragma("clang loop unroll(full)")
 #endif
 
+#ifdef LANES_AVXVNNI
+#define LANES_AVX2  // with one more extension
+#endif
 #if defined(LANES_AVX512)
 #include "lanes_avx512.h"
 #elif defined(LANES_AVX2)
@@ -35,6 +38,13 @@ static inline void v16_max_four(float *to, const v16 *a) {
   for (int i = 0; i < 4; i++) to[i] = v16_max_of(a[i]);
 }
 #endif
+
+// Numbers rounded to bfloat16.
+static inline v16 v16_round_bf16(v16 x) {
+  uint16_t rounded[16];
+  v16_store_bf16(rounded, x);
+  return v16_load_bf16(rounded);
+}
 
 // e^x, 2e-7 off at most relative to the result; 0 below -87. Reduction by ln 2 in two parts and polynomial of Moshier's Cephes, `expf`.
 static inline v16 v16_exp(v16 x) {

@@ -1,6 +1,12 @@
-// lanes.h in AVX2, FMA and F16C: two registers each.
+// lanes.h in AVX2, FMA and F16C: two registers each. Also of the variant avxvnni, whose processors have dot products of bytes.
 #pragma once
 #include <immintrin.h>
+
+// A broadcast of a float32 in memory is part of a load, one of a half word is three instructions: x is stored for that (formats/bf16.h).
+#define BF16_AS_FLOATS 1
+#ifndef __AVXVNNI__
+#define SHORT_DOTS 1  // without dot products of bytes, products of two bytes are added in 16 bits, as many as fit (x_group.h)
+#endif
 
 typedef struct {
   __m256 a, b;
@@ -96,6 +102,10 @@ static inline __m256i dot8_u8s8(__m256i acc, __m256i w, __m256i even, __m256i od
   return _mm256_add_epi32(_mm256_add_epi32(acc, evens), _mm256_madd_epi16(_mm256_srli_epi16(w, 8), odd));
 }
 static inline i16 i16_dot_u8s8(i16 acc, w16 w, uint32_t x) {
+#ifdef __AVXVNNI__
+  const __m256i all = _mm256_set1_epi32((int)x);
+  return (i16){_mm256_dpbusd_avx_epi32(acc.a, w.a, all), _mm256_dpbusd_avx_epi32(acc.b, w.b, all)};
+#endif
   __m256i xs = _mm256_set1_epi32((int)x), even = _mm256_srai_epi16(_mm256_slli_epi16(xs, 8), 8), odd = _mm256_srai_epi16(xs, 8);
   return (i16){dot8_u8s8(acc.a, w.a, even, odd), dot8_u8s8(acc.b, w.b, even, odd)};
 }
@@ -140,6 +150,9 @@ static inline __m256i dot8_u4s8(__m256i acc, __m256i w, __m256i x) {
   return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));  // at most 2 * 15 * 128 in 16 bits
 }
 static inline i16 i16_dot_u4s8(i16 acc, w16 w, uint32_t x) {
+#ifdef __AVXVNNI__
+  return i16_dot_u8s8(acc, w, x);
+#endif
   return (i16){dot8_u4s8(acc.a, w.a, _mm256_set1_epi32((int)x)), dot8_u4s8(acc.b, w.b, _mm256_set1_epi32((int)x))};
 }
 static inline __m256 from_e4m3(__m256i w, int j) {
@@ -148,10 +161,35 @@ static inline __m256 from_e4m3(__m256i w, int j) {
 }
 static inline v16 v16_from_e4m3(w16 w, int j) { return (v16){from_e4m3(w.a, j), from_e4m3(w.b, j)}; }
 
+// Of part_sum (x_group.h): products of bytes, two added in 16 bits; of 16-bit numbers, two added in 32; their sums.
+static inline w16 dot_pairs(w16 w, uint32_t x) {
+  const __m256i xs = _mm256_set1_epi32((int)x);
+  return (w16){_mm256_maddubs_epi16(w.a, xs), _mm256_maddubs_epi16(w.b, xs)};
+}
+static inline i16 dot_shorts(w16 w, uint32_t x) {
+  const __m256i xs = _mm256_set1_epi32((int)x);
+  return (i16){_mm256_madd_epi16(w.a, xs), _mm256_madd_epi16(w.b, xs)};
+}
+static inline w16 add_shorts(w16 x, w16 y) { return (w16){_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)}; }
+static inline i16 add_ints(i16 x, i16 y) { return (i16){_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+// Additions stay in the order they are written in: regrouped by the compiler, they take more registers than there are.
+#define KEEP_ORDER(x) __asm__ volatile("" : "+x"((x).a), "+x"((x).b))
+static inline w16 even_bytes(w16 w) {
+  return (w16){_mm256_and_si256(w.a, _mm256_set1_epi16(0xFF)), _mm256_and_si256(w.b, _mm256_set1_epi16(0xFF))};
+}
+static inline w16 odd_bytes(w16 w) { return (w16){_mm256_srli_epi16(w.a, 8), _mm256_srli_epi16(w.b, 8)}; }
+
 static inline void v16_store_i8(int8_t *p, v16 x) {
   __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));  // 0-3 8-11 4-7 12-15
   words = _mm256_permute4x64_epi64(words, 0xD8);
   _mm_storeu_si128((__m128i *)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+
+// Sixteen whole numbers in 16 bits: of each four, numbers 0, 2, 1, 3.
+static inline void store_wide(int16_t *p, v16 x) {
+  __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));  // 0-3 8-11 4-7 12-15
+  words = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(_mm256_permute4x64_epi64(words, 0xD8), 0xD8), 0xD8);
+  _mm256_storeu_si256((__m256i *)p, words);
 }
 
 static inline v16 v16_first(int n, v16 x, v16 y) {

@@ -7,7 +7,7 @@
 // Scratch: PREPARED_BYTES(I) for each row, rows rounded up to a multiple of 16 (panel_dot reads the rows after the last and drops their
 // results).
 //
-//     X_BYTES(I) = 4 I for F32 and F16, 2 I for BF16, I / 32 * 40 for integer formats, 2 I or 4 I for floats in groups
+//     X_BYTES(I) = 4 I for F32 and F16, 2 I or 4 I for BF16 and floats in groups, I / 32 times 40, 44 or 72 for integer formats
 //     PREPARED_BYTES(I) = 64 * (ceil(X_BYTES(I) / 64) | 1)
 //
 // An odd number of cache lines, so that the rows of a tile, which are read together, do not all map to the same set of the L1.
@@ -34,6 +34,12 @@
 #define PREPARED PREPARED_BYTES(I)
 #define PANEL PANEL_BYTES(PANEL_COLUMNS)
 
+#if defined(LANES_AVX2) && INTEGERS
+#define UNPACKS 1  // unpacked.h
+#else
+#define UNPACKS 0
+#endif
+
 // Tiles of PANELS x TOKENS accumulators that fit the registers, by rising TOKENS. Few tokens take one panel at a time: one stream of
 // memory from end to end was faster than two in parallel (Q4_0, one token: 37 GB/s a core, not 29). Floats with many tokens take two,
 // which halves the loads of x; integers need registers for both sums. Sixteen at once let a batch of sixteen read weights once.
@@ -49,10 +55,22 @@
 #define TILES(TILE) TILE(1, 1) TILE(1, 4)
 #define MAX_TOKENS 4
 #define WIDE 4
+#elif defined(LANES_AVX2) && (WEIGHT == BF16 || WEIGHT == F16)  // one panel would wait for its additions: 8 bytes a cycle
+#define TILES(TILE) TILE(2, 1) TILE(2, 2) TILE(1, 4) TILE(1, 6)
+#define MAX_TOKENS 6
+#define WIDE 6
+#elif UNPACKS  // from seven rows on, weights are unpacked once for all of them
+#define TILES(TILE) TILE(1, 1) TILE(1, 2) TILE(1, 4) TILE(1, 6)
+#define STREAM_TOKENS 6
+#define MAX_TOKENS 24
+#define WIDE 24
 #else
 #define TILES(TILE) TILE(1, 1) TILE(1, 2) TILE(1, 4) TILE(1, 6)
 #define MAX_TOKENS 6
 #define WIDE 6
+#endif
+#ifndef STREAM_TOKENS
+#define STREAM_TOKENS MAX_TOKENS  // rows, at most, that multiply weights as they come from memory
 #endif
 
 // --- x
@@ -61,15 +79,8 @@
 INLINE void prepare_32(uint8_t *row, int i, v16 a, v16 b, v16 *odd) {
 #if INTEGERS
   struct x_group *group = (struct x_group *)row + i / 32;
-  const float max = v16_max_of(v16_max(v16_abs(a), v16_abs(b)));
-  const v16 inverse = v16_set(max > 1e-36f ? 127.0f / max : 0.0f);  // below, 127 / max is infinite
-  const v16 qa = v16_round(v16_mul(a, inverse)), qb = v16_round(v16_mul(b, inverse));
   *odd = v16_fma(a, v16_set(0.0f), v16_fma(b, v16_set(0.0f), *odd));
-  v16_store_i8(group->q, qa);
-  v16_store_i8(group->q + 16, qb);
-  group->scale = max / 127.0f;
-  group->sums[0] = (int16_t)v16_sum(qa);
-  group->sums[1] = (int16_t)v16_sum(qb);
+  fill_group(group, a, b);
 #else
   (void)odd;
   store_x(row, i, a);
@@ -119,6 +130,19 @@ INLINE void add_slice(const int tokens, int slice, v16 *acc, v16 waiting[WAITING
 #define PARTS (BLOCK / PART)
 #define SHARE (PANEL_BLOCK_BYTES / PARTS)  // a whole number for every format
 
+// acc[t] += a part, whose sums of integers are `sum`.
+INLINE void add_part(const int tokens, const struct part_sum *sum, const struct x_group *group, int half, v16 scale, v16 *acc) {
+  UNROLL for (int t = 0; t < tokens; t++) {
+    const struct x_group *of = of_row(group, t, PREPARED);
+    acc[t] = v16_fma(v16_from_i16(end_part(sum[t], of, half)), v16_mul(scale, v16_set(of->scale)), acc[t]);
+  }
+}
+#if MINIMUMS
+INLINE void add_minimum(const int tokens, v16 minimum, const struct x_group *group, int half, v16 *acc) {
+  UNROLL for (int t = 0; t < tokens; t++) acc[t] = v16_fma(minimum, v16_set(of_row(group, t, PREPARED)->offsets[half]), acc[t]);
+}
+#endif
+
 // acc[t] += part p of block b times its group of row t.
 INLINE void dot_one_part(const int panels, const int tokens, const uint8_t *panel, const uint8_t *next_panel, long b, int p,
                          const uint8_t *x, v16 *acc) {
@@ -126,21 +150,14 @@ INLINE void dot_one_part(const int panels, const int tokens, const uint8_t *pane
   // a part's share: the lines of a whole block of 256 at once are more than a core can ask for
   fetch_ahead(panel, next_panel, b * PANEL_BLOCK_BYTES + p * SHARE, SHARE, AHEAD(panels, tokens));
   const struct x_group *group = (const struct x_group *)x + (b * BLOCK + p * PART - BEFORE) / 32;
-  const int first = p * PART % 32;  // number of the group that the part begins with
-  i16 sum[MAX_TOKENS];
-  UNROLL for (int t = 0; t < tokens; t++) { sum[t] = i16_set(MINIMUMS ? 0 : -ZERO_POINT * x_sum(of_row(group, t, PREPARED), first, PART)); }
+  const int half = p * PART % 32 / 16;  // of the group, that the part begins with
+  struct part_sum sum[MAX_TOKENS];
+  UNROLL for (int t = 0; t < tokens; t++) sum[t] = begin_part(of_row(group, t, PREPARED), half);
   dot_part(tokens, block, p, group, PREPARED, sum);
   const v16 scale = part_scale(block, p);
-  UNROLL for (int t = 0; t < tokens; t++) {
-    const v16 scales = v16_mul(scale, v16_set(of_row(group, t, PREPARED)->scale));
-    acc[t] = v16_fma(v16_from_i16(sum[t]), scales, acc[t]);
-  }
+  add_part(tokens, sum, group, half, scale, acc);
 #if MINIMUMS
-  const v16 minimum = part_minimum(block, p);
-  UNROLL for (int t = 0; t < tokens; t++) {
-    const struct x_group *of = of_row(group, t, PREPARED);
-    acc[t] = v16_fma(minimum, v16_set(-of->scale * (float)x_sum(of, first, PART)), acc[t]);
-  }
+  add_minimum(tokens, part_minimum(block, p), group, half, acc);
 #endif
 }
 
@@ -213,11 +230,15 @@ INLINE void dot_tile(const int panels, const int tokens, const uint8_t *panel, l
 // One step of k: acc[p][t] += the weights of panel p, which is `apart` bytes after the one before, times row t's numbers.
 INLINE void dot_step(const int panels, const int tokens, const uint8_t *panel, long apart, const uint8_t *x, long k,
                      v16 acc[2][MAX_TOKENS]) {
-  StepWeights w[2];
-  UNROLL for (int p = 0; p < panels; p++) w[p] = load_weights(panel + p * apart + k * STEP_BYTES);
-  UNROLL for (int t = 0; t < tokens; t++) {
-    const StepX one = load_x(x + t * PREPARED + 4 * k);
-    UNROLL for (int p = 0; p < panels; p++) acc[p][t] = multiply(acc[p][t], w[p], one);
+  UNROLL for (int half = 0; half < HALVES; half++) {
+    StepWeights w[2];
+    // weights are loaded again: kept, they would cost an accumulator its register (half the speed); few rows have registers enough
+    if (half > 0 && panels * tokens > 4) __asm__ volatile("" ::: "memory");
+    UNROLL for (int p = 0; p < panels; p++) w[p] = load_weights(panel + p * apart + k * STEP_BYTES, half);
+    UNROLL for (int t = 0; t < tokens; t++) {
+      const StepX one = load_x(x + t * PREPARED + STEP_X_BYTES * k, half);
+      UNROLL for (int p = 0; p < panels; p++) acc[p][t] = multiply(acc[p][t], w[p], one);
+    }
   }
 }
 
@@ -246,6 +267,8 @@ INLINE void dot_tile(const int panels, const int tokens, const uint8_t *panel, l
 TILES(DOT)
 #undef DOT
 
+#include "unpacked.h"
+
 // How many of `left` rows the next tile takes.
 static inline int tile_tokens(int left) { return left <= MAX_TOKENS ? left : WIDE; }
 
@@ -261,6 +284,10 @@ static inline void panel_dot(const uint8_t *a, const uint8_t *b, const uint8_t *
   }
   TILES(DOT)
 #undef DOT
+#if UNPACKS
+  dot_unpacked(a, b, x, tokens, tile, pitch);
+  dot_unpacked(b, next_panel, x, tokens, tile + 16, pitch);
+#endif
 }
 
 // --- units of work

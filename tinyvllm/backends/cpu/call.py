@@ -29,13 +29,14 @@ from tinyvllm.bridge import (
 )
 from tinyvllm.integers import ceil_div, round_up
 from tinyvllm.placement import Placement, RankGroup
-from tinyvllm.quant.formats import FORMATS, Activations, Layout, activations_of
+from tinyvllm.quant.formats import Activations, Layout, activations_of
 from tinyvllm.quant.layouts import BLOCK, PackedWeight, RowSource, panel_bytes, row_bytes
 from tinyvllm.quant.slices import ColumnShare, RowShare
 
 # What a processor must have for each variant, by Linux's names of its features.
 NEEDS: dict[str, tuple[str, ...]] = {
     "avx512": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx2", "fma", "f16c"),
+    "avxvnni": ("avx_vnni", "avx2", "fma", "f16c"),
     "avx2": ("avx2", "fma", "f16c"),
     "neon": ("asimd",),
     "plain": (),
@@ -263,7 +264,6 @@ def _lacking(needs: tuple[str, ...], has: frozenset[str]) -> str | None:
 
 
 def prepared_bytes(format: str, T: int, I: int) -> int:
-    """Scratch for T rows as kernels/cpu/include/product.h has them: an odd number of cache lines each."""
-    bfloat16 = 2 * I if FORMATS[format].is_float else 4 * I  # where floats in groups are multiplied as float32, so is x
-    widths = {Activations.FLOAT32: 4 * I, Activations.BFLOAT16: bfloat16, Activations.INT8: I // BLOCK * 40}
-    return round_up(T, 16) * 64 * (ceil_div(widths[activations_of(format, Layout.PANELS)], 64) | 1)
+    """Scratch for T rows in any variant, as kernels/cpu/include/product.h has them: an odd number of cache lines each."""
+    integers = activations_of(format, Layout.PANELS) is Activations.INT8
+    return round_up(T, 16) * 64 * (ceil_div(I // BLOCK * 76 if integers else 4 * I, 64) | 1)

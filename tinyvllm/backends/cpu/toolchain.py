@@ -86,6 +86,7 @@ def _none_found() -> list[str]:
 # What each row of the CPU kernels is compiled for. `plain` is the base of the machine's own architecture.
 CPU_TARGETS: dict[str, tuple[str, ...]] = {
     "avx512": ("-march=x86-64-v4",),
+    "avxvnni": ("-march=x86-64-v3", "-mavxvnni"),
     "avx2": ("-march=x86-64-v3",),
     "neon": ("-march=armv8.2-a+fp16",),
     "plain": (),

@@ -13,6 +13,6 @@ INLINE void unpack_block(float *x, const uint8_t *block) {
 typedef v16 StepWeights, StepX;
 
 INLINE void store_x(uint8_t *row, int i, v16 x) { v16_store((float *)row + i, x); }
-INLINE StepX load_x(const uint8_t *x) { return v16_set(*(const float *)x); }
-INLINE StepWeights load_weights(const uint8_t *panel) { return v16_load((const float *)panel); }
+INLINE StepX load_x(const uint8_t *x, int half) { return v16_set(((const float *)x)[half]); }
+INLINE StepWeights load_weights(const uint8_t *panel, int half) { return v16_load((const float *)panel + 16 * half); }
 INLINE v16 multiply(v16 acc, StepWeights w, StepX x) { return v16_fma(w, x, acc); }

@@ -42,8 +42,9 @@ INLINE void unpack_block(float *x, const uint8_t *block) {
 #define INTEGERS 1
 #define MINIMUMS 1
 #define ZERO_POINT 0
+#define MAX_QUANT ((1 << BITS) - 1)
 
-INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct x_group *x, const long pitch, i16 *sum) {
+INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct x_group *x, const long pitch, struct part_sum *sum) {
   const uint8_t *high = block + 128 + 64 * HIGH_WORDS * p, *low = block + 128 + 16 * HIGH_BYTES + 64 * LOW_WORDS * p;
   UNROLL for (int j = 0; j < 8; j++) {  // word j has its bits in words j % LOW_WORDS and j % HIGH_WORDS
     w16 w = w16_load(low + 64 * (j % LOW_WORDS));

@@ -21,7 +21,7 @@ INLINE void unpack_block(float *x, const uint8_t *block) {
 #define INTEGERS 1
 #define ZERO_POINT 128
 
-INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct x_group *x, const long pitch, i16 *sum) {
+INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct x_group *x, const long pitch, struct part_sum *sum) {
   const uint8_t *q = block + 128 + 256 * p;
   UNROLL for (int j = 0; j < 4; j++) {
     const w16 w = w16_load(q + 64 * j);

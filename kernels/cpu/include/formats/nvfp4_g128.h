@@ -20,8 +20,9 @@ INLINE void unpack_block(float *x, const uint8_t *block) {
 #define INTEGERS 1
 #define PART 16
 #define ZERO_POINT 12
+#define MAX_QUANT 24
 
-INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct x_group *x, const long pitch, i16 *sum) {
+INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct x_group *x, const long pitch, struct part_sum *sum) {
   const uint8_t *words = block + 192 + p / 2 * 256;
   UNROLL for (int j = 0; j < 4; j++)
       dot_word(tokens, w16_lookup(w16_bits(w16_load(words + 64 * j), p % 2 * 4, 15), VALUES), x, p % 2 * 4 + j, pitch, sum);

@@ -20,8 +20,9 @@ INLINE void unpack_block(float *x, const uint8_t *block) {
 #define MINIMUMS 1
 #define PART 16
 #define ZERO_POINT 0
+#define MAX_QUANT 3
 
-INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct x_group *x, const long pitch, i16 *sum) {
+INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct x_group *x, const long pitch, struct part_sum *sum) {
   const int first = p % 2 * 4;
   const uint8_t *q = block + 256 + 64 * (p / 8 * 8 + first);
   UNROLL for (int j = 0; j < 4; j++) dot_word(tokens, w16_bits(w16_load(q + 64 * j), p % 8 / 2 * 2, 3), x, first + j, pitch, sum);

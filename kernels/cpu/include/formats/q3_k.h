@@ -21,8 +21,9 @@ INLINE void unpack_block(float *x, const uint8_t *block) {
 #define INTEGERS 1
 #define PART 16
 #define ZERO_POINT 4
+#define MAX_QUANT 7
 
-INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct x_group *x, const long pitch, i16 *sum) {
+INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct x_group *x, const long pitch, struct part_sum *sum) {
   const int first = p % 2 * 4;
   const uint8_t *high = block + 64 * first, *low = block + 512 + 64 * (p / 8 * 8 + first);
   UNROLL for (int j = 0; j < 4; j++) {

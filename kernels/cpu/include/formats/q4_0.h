@@ -15,8 +15,9 @@ INLINE void unpack_block(float *x, const uint8_t *block) {
 
 #define INTEGERS 1
 #define ZERO_POINT 8
+#define MAX_QUANT 15
 
-INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct x_group *x, const long pitch, i16 *sum) {
+INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct x_group *x, const long pitch, struct part_sum *sum) {
   (void)p;
   UNROLL for (int j = 0; j < 4; j++) {
     const w16 w = w16_load(block + 32 + 64 * j);

@@ -19,8 +19,9 @@ INLINE void unpack_block(float *x, const uint8_t *block) {
 #define INTEGERS 1
 #define MINIMUMS 1
 #define ZERO_POINT 0
+#define MAX_QUANT 15
 
-INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct x_group *x, const long pitch, i16 *sum) {
+INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct x_group *x, const long pitch, struct part_sum *sum) {
   const uint8_t *q = block + 256 + p / 2 * 512;
   UNROLL for (int j = 0; j < 8; j++) dot_word(tokens, w16_bits(w16_load(q + 64 * j), p % 2 * 4, 15), x, j, pitch, sum);
 }

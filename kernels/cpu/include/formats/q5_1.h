@@ -18,8 +18,9 @@ INLINE void unpack_block(float *x, const uint8_t *block) {
 #define INTEGERS 1
 #define MINIMUMS 1
 #define ZERO_POINT 0
+#define MAX_QUANT 31
 
-INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct x_group *x, const long pitch, i16 *sum) {
+INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct x_group *x, const long pitch, struct part_sum *sum) {
   (void)p;
   const w16 high = w16_load(block + 64);
   UNROLL for (int j = 0; j < 4; j++) {

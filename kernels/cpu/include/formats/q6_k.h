@@ -21,8 +21,9 @@ INLINE void unpack_block(float *x, const uint8_t *block) {
 #define INTEGERS 1
 #define PART 16
 #define ZERO_POINT 32
+#define MAX_QUANT 63
 
-INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct x_group *x, const long pitch, i16 *sum) {
+INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct x_group *x, const long pitch, struct part_sum *sum) {
   const int half = p / 8, at = p % 8, first = p % 2 * 4;  // the part's words in a row of 64 low bytes, and in one of 32 high bytes
   const uint8_t *low = block + 64 * (16 * half + at % 4 * 4), *high = block + 2048 + 64 * (8 * half + first);
   UNROLL for (int j = 0; j < 4; j++) {
