@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -99,16 +100,19 @@ def test_a_conversation(server: Server, talk: Callable[..., tuple[int, str, str]
         {"code": "context_length_exceeded", "message": "too long"},
         {"type": "exceed_context_size_error", "message": "too long"},
         {"message": "This model's maximum context length is 8 tokens"},
+        {"code": "context_length_exceeded", "message": "too long", "n_prompt_tokens": 9, "n_ctx": 8},
+        {"code": "context_length_exceeded", "message": "too long", "n_prompt_tokens": "9", "n_ctx": 8},
     ],
 )
 def test_the_oldest_turns_leave_a_full_context(
-    server: Server, talk: Callable[..., tuple[int, str, str]], pauses: list[float], error: dict[str, str]
+    server: Server, talk: Callable[..., tuple[int, str, str]], pauses: list[float], error: dict[str, Any]
 ) -> None:
     full, good = (400, {}, json.dumps({"error": error}).encode()), (200, {}, stream("ok"))
     server.replies = [good, good, full, full, good]
     code, out, err = talk("one", "two", "three", options=("--model", "m"))
     assert (code, out) == (0, "ok\nok\nok\n") and not pauses
-    assert err == "(the context is full: the oldest 2 turns leave the conversation; /reset starts over)\n"
+    counts = "it holds 8 tokens and the conversation has 9: " if error.get("n_prompt_tokens") == 9 else ""
+    assert err == f"(the context is full: {counts}the oldest 2 turns leave the conversation; /reset starts over)\n"
     assert [[m["content"] for m in body["messages"]] for body in server.bodies[2:]] == [
         ["one", "ok", "two", "ok", "three"], ["two", "ok", "three"], ["three"],
     ]  # fmt: skip

@@ -80,6 +80,7 @@ def test_the_largest_model_that_fits_by_its_plan_is_chosen(fits: Run, models: di
         assert {name for name, _, _ in Hub.ranges} == {"m-Q8_0.gguf", chosen}
 
 
+@pytest.mark.long
 def test_a_shorter_context_needs_less(fits: Run, models: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
     (tmp_path / "m-Q8_0.gguf").write_bytes(models["org/fits"]["m-Q8_0.gguf"])
     room = needed(tmp_path / "m-Q8_0.gguf") - 100 * 256

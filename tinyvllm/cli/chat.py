@@ -167,12 +167,14 @@ class Chat:
 
     def _begin(self) -> Generator[str, None, None]:
         """The pieces of the answer. The oldest turns leave the history until the rest fits into the context."""
-        dropped = 0
+        dropped, counts = 0, ""
         while True:
             with contextlib.closing(self.partner.answer(self.messages, self.params, self.chosen)) as answer:
                 try:
                     first = next(answer, None)
-                except ContextFull:
+                except ContextFull as full:
+                    if full.counts is not None and not dropped:
+                        counts = f"it holds {full.counts[1]} tokens and the conversation has {full.counts[0]}: "
                     turns = self._drop_turns(1 + dropped // 8)  # a long conversation from a file leaves in few tries
                     if not turns:
                         raise
@@ -180,7 +182,7 @@ class Chat:
                     continue
                 if dropped:
                     leaving = "turn leaves" if dropped == 1 else f"{dropped} turns leave"
-                    self.tell(f"(the context is full: the oldest {leaving} the conversation; /reset starts over)")
+                    self.tell(f"(the context is full: {counts}the oldest {leaving} the conversation; /reset starts over)")
                 if first is not None:
                     yield first
                     yield from answer

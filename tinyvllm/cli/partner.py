@@ -23,7 +23,11 @@ CUT_BY_CONTEXT = "the end of the context: /undo takes the last question back, /r
 
 
 class ContextFull(RequestError):
-    """The conversation leaves its answer too little of the context."""
+    """The conversation leaves its answer too little of the context. `counts`: its tokens and those of the context, where known."""
+
+    def __init__(self, message: str, counts: tuple[int, int] | None = None):
+        super().__init__(message)
+        self.counts = counts
 
 
 class Partner(Protocol):
@@ -80,7 +84,8 @@ class Local:
         if room < (1 if is_first else min(params.max_tokens or context, max(1, context // ANSWER_SHARE))):
             raise ContextFull(
                 f"chat: the conversation has {len(encoded.token_ids)} tokens, the context of {context} tokens holds at most {context - 1} "
-                "before an answer; shorten the message, or start with a larger --max-model-len"
+                "before an answer; shorten the message, or start with a larger --max-model-len",
+                (len(encoded.token_ids), context),
             )
         return {"prompt_token_ids": encoded.token_ids, "prompt": encoded.text}, room
 

@@ -181,14 +181,21 @@ class Remote:
             text = response.read(1 << 16).decode("utf-8", "replace")
         except (OSError, http.client.HTTPException):
             text = ""
-        message, error = f"{response.status} {response.reason}", {}
+        message, error = f"{response.status} {response.reason}", dict[str, Any]()
         with contextlib.suppress(ValueError, LookupError, TypeError):
             error = json.loads(text)["error"]
             message = f"{message}: {error['message']}"
         if response.status in RETRY_STATUS:
             raise _Retry(message, retry_after(response.getheader("Retry-After")))
-        kind = ContextFull if _is_context_full(error) else RequestError
-        raise kind(f"{self.url}: {message}")
+        if _is_context_full(error):
+            raise ContextFull(f"{self.url}: {message}", _counts(error))
+        raise RequestError(f"{self.url}: {message}")
+
+
+def _counts(error: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The tokens of the conversation and of the context, as llama.cpp names them; None where a server does not say them."""
+    tokens, context = error.get("n_prompt_tokens"), error.get("n_ctx")
+    return (tokens, context) if type(tokens) is int and type(context) is int else None
 
 
 def _is_context_full(error: object) -> bool:
