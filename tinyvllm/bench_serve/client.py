@@ -67,17 +67,19 @@ class _Events:
 
     def take(self, data: bytes, now: float) -> None:
         """Count the events that are whole now. _Malformed for one beyond MAX_EVENT, and for what is neither JSON nor a comment."""
-        data = self._rest + data
+        if self._rest:
+            data = self._rest + data
         if b"\r" in data:
             data = data.replace(b"\r\n", b"\n")
         events = data.split(b"\n\n")
         self._rest = events.pop()
         if len(self._rest) > MAX_EVENT:
             raise _Malformed(f"an event of more than {MAX_EVENT >> 20} MiB: is this an OpenAI server?")
-        count = 0
+        count, keep = 0, self.tail.append
         for event in events:
-            if event.startswith(b"data: {"):  # the usual case: no line is looked for
-                count += self._counted(event[6:])
+            if self._has_text and event.startswith(b"data: {") and event.endswith(b"}"):  # the usual case: no line is looked for
+                keep((event[6:], True))
+                count += 1
             else:
                 count += sum(self._counted(line[5:].strip()) for line in event.split(b"\n") if line.startswith(b"data:"))
         if count:

@@ -63,7 +63,7 @@ BENCH_SERVE_OPTIONS: dict[str, tuple[Option, ...]] = {
             "--percentile-metrics",
             {"metavar": "M,...", "default": "ttft,tpot,itl,e2el", "help": "metrics to show; default ttft,tpot,itl,e2el"},
         ),
-        ("--metric-percentiles", {"metavar": "P,...", "default": "50,90,99", "help": "percentiles of each; default 50,90,99"}),
+        ("--metric-percentiles", {"metavar": "P,...", "default": "90,95,99", "help": "percentiles of each; default 90,95,99"}),
         ("--output-format", {"metavar": "F", "default": "md", "help": "md, json or csv"}),
         ("--output", {"metavar": "F", "default": None, "help": "write the results to this file; then stdout has the tables"}),
         ("--save-detailed", {"action": "store_true", "default": False, "help": "JSON has the figures of each request, too"}),
