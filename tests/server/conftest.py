@@ -137,6 +137,8 @@ def page(window: browser.Browser, server: Running) -> browser.Browser:
     window.requests.clear()
     window.go(server.url + "/")
     window.wait("document.querySelector('#model').value")
+    window.run("""{ let seed = 0; const random = crypto.getRandomValues.bind(crypto);
+        crypto.getRandomValues = into => into instanceof Uint32Array ? into.fill(++seed) : random(into); }""")  # until a reload
     return window
 
 

@@ -72,9 +72,9 @@ export async function answer(conversation, message, progress) {
 
 // Removes a message that nothing follows.
 export async function discard(conversation, message) {
-  conversation.messages.delete(message.id);
-  if (conversation.head.leaf === message.id) conversation.head.leaf = message.parent;
+  conversation.drop(message);
   await removeMessage(message);
+  if (!conversation.removed) await save(conversation.head);
 }
 
 export const isReplayable = message => Boolean(message.requests?.length && (message.content || message.reasoning));

@@ -7,10 +7,13 @@ import { tokensView } from "./tokens.js";
 
 const views = new Map(); // id of a message that is shown -> its view
 const asTokens = new Set(); // ids of messages whose tokens are shown
+let drawn = null; // the conversation that is shown
 
 // Shows the conversation up to `leaf`; actions: edit, again, resume, replay, tokens, version, each called with a message.
 export function draw(conversation, actions, leaf = conversation.head.leaf) {
-  const path = conversation.path(leaf);
+  const path = conversation.path(leaf), { scrollTop } = $("log"), end = drawn !== conversation || atEnd(), focused = document.activeElement;
+  const at = [...$("log").children].indexOf(focused.closest(".message"));
+  drawn = conversation;
   views.clear();
   $("log").replaceChildren();
   if (!path.length) $("log").append(element("p", { className: "empty", textContent: "No messages yet." }));
@@ -20,7 +23,9 @@ export function draw(conversation, actions, leaf = conversation.head.leaf) {
     $("log").append(view.node);
     view.paint();
   }
-  scroll(true);
+  $("log").scrollTop = scrollTop;
+  scroll(end);
+  if (at >= 0) [...($("log").children[at]?.querySelectorAll("button") ?? [])].find(node => node.textContent === focused.textContent)?.focus({ preventScroll: true });
 }
 
 // Shows what a message has got since, at most once per frame.
@@ -61,13 +66,14 @@ function newView(conversation, message, actions) {
 }
 
 function buttons(conversation, message, { edit, again, resume, replay, tokens, version }) {
-  const siblings = conversation.children(message.parent), at = siblings.indexOf(message), idle = !conversation.run, answer = message.role === "assistant";
+  const siblings = conversation.siblings(message), at = siblings.indexOf(message), idle = !conversation.run;
+  const answerable = message.role === "assistant" || !conversation.children(message.id).length;
   const step = (text, to, title) => Object.assign(button(text, title, () => version(message, to)), { disabled: !siblings[to] });
   return [
     ...(siblings.length > 1 ? [step("<", at - 1, "Previous version (Alt+J)"), element("span", { textContent: `${at + 1}/${siblings.length}` }), step(">", at + 1, "Next version (Alt+K)")] : []),
     button("copy", "Copy the text", node => toClipboard(message.content, node)),
     idle && button("edit", "Change the text; this version remains", () => edit(message)),
-    idle && answer && button("again", "Another answer; this one remains (Alt+R)", () => again(message)),
+    idle && answerable && button("again", "Another answer; those that are there remain (Alt+R)", () => again(message)),
     idle && isResumable(conversation, message) && button("continue", "Write on from the end of this text (Alt+M)", () => resume(message)),
     idle && isReplayable(message) && button("replay", "Send the same request again and compare (Alt+P)", () => replay(message)),
     idle && (message.tokens || isReplayable(message)) && button("tokens", "Tokens with their probabilities (Alt+T)", () => tokens(message)),
@@ -82,6 +88,6 @@ function atEnd() {
   return log.scrollHeight - log.scrollTop - log.clientHeight < 80;
 }
 
-function scroll(yes) {
+export function scroll(yes) {
   if (yes) $("log").scrollTop = $("log").scrollHeight;
 }

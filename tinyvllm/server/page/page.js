@@ -1,8 +1,8 @@
 // The chat page: glues the conversation, the list, the settings and the live view together, and has the keys.
 
-import { $, store, stored } from "./dom.js";
+import { $, notice, store, stored } from "./dom.js";
 import { answer, discard, isReplayable, replay } from "./answers.js";
-import { draw, isResumable, toggleTokens, update } from "./log.js";
+import { draw, isResumable, scroll, toggleTokens, update } from "./log.js";
 import { pollStatus, startLive } from "./live.js";
 import { listModels, newRequest, startSettings } from "./settings.js";
 import { drawList, startSidebar } from "./sidebar.js";
@@ -58,7 +58,7 @@ async function changedElsewhere(id) {
   const same = running.get(id) ?? current;
   if (same.head.id !== id) return;
   same.head.title = head.title;
-  for (const message of await storage.messagesOf(id)) if (!same.messages.has(message.id)) same.messages.set(message.id, message);
+  for (const message of await storage.messagesOf(id)) if (!same.messages.has(message.id)) same.put(message);
   if (same === current && !current.run) redraw();
 }
 
@@ -68,6 +68,7 @@ async function run(action, message) {
   const progress = () => { if (conversation === current) update(message); };
   const work = action(conversation, message, progress);
   running.set(id, conversation);
+  editing = null;
   store("conversation", id);
   redraw();
   pollStatus();
@@ -92,6 +93,7 @@ function send() {
   storage.save(current.head, message);
   if (message.role === "user") ask(message);
   else redraw();
+  scroll(true);
 }
 
 const ask = question => run(answer, current.add(question.id, "assistant", { requests: [newRequest()] }));
@@ -112,10 +114,10 @@ function endEditing() {
   redraw();
 }
 
-async function again(message = lastAnswer()) {
-  const question = message ? current.messages.get(message.parent) : current.path().at(-1);
+async function again(message = current.path().at(-1)) {
+  const question = message?.role === "user" ? message : current.messages.get(message?.parent);
   if (current.run || question?.role !== "user") return;
-  if (message?.error && !message.content && !current.children(message.id).length) await discard(current, message);
+  if (message.error && !message.content && !current.children(message.id).length) await discard(current, message);
   ask(question);
 }
 
@@ -136,7 +138,7 @@ async function tokens(message = lastAnswer()) {
 }
 
 function version(message, index) {
-  const sibling = current.children(message.parent)[index];
+  const sibling = current.siblings(message)[index];
   if (!sibling) return;
   current.show(sibling);
   storage.save(current.head);
@@ -146,8 +148,8 @@ function version(message, index) {
 const lastAnswer = () => current.path().findLast(m => m.role === "assistant");
 
 function step(by) {
-  const message = current.path().findLast(m => current.children(m.parent).length > 1);
-  if (message) version(message, current.children(message.parent).indexOf(message) + by);
+  const message = current.path().findLast(m => current.siblings(m).length > 1);
+  if (message) version(message, current.siblings(message).indexOf(message) + by);
 }
 
 async function neighbour(by) {
@@ -181,6 +183,7 @@ $("input").addEventListener("keydown", event => {
     if (last) { event.preventDefault(); edit(last); }
   }
 });
+window.addEventListener("unhandledrejection", event => notice(`The page failed: ${event.reason?.message ?? event.reason}`)); // the storage's, as a rule
 document.addEventListener("keydown", event => {
   const writing = event.target.matches?.("input, textarea, select");
   if (event.key === "Escape") { if (current.run) current.run.stop(); else if (editing) endEditing(); }

@@ -71,15 +71,11 @@ function withNewIds({ messages, leaf, title, updated }, where) {
   const ids = new Map(messages.map(m => [m.id, newId()]));
   if (ids.size !== messages.length) throw new Error(`${where}.messages: expected ids that differ, got one twice`);
   const known = (id, at) => (id === null ? null : ids.get(id) ?? refuse(at, "the id of a message of this conversation, or null", id));
-  const made = new Conversation({ title, updated, leaf: known(leaf, `${where}.leaf`) });
-  messages.forEach((m, i) => {
-    const moved = { ...m, id: ids.get(m.id), parent: known(m.parent, `${where}.messages[${i}].parent`), conversation: made.head.id };
-    made.messages.set(moved.id, moved);
-  });
-  const reached = new Set([null]), waiting = [null];
-  const below = new Map([null, ...made.messages.keys()].map(id => [id, []]));
-  for (const m of made.messages.values()) below.get(m.parent).push(m.id);
-  while (waiting.length) for (const id of below.get(waiting.pop())) { reached.add(id); waiting.push(id); }
-  if (reached.size !== messages.length + 1) throw new Error(`${where}.messages: expected a tree, got messages that are their own ancestors`);
+  const head = { id: newId(), title, updated, leaf: known(leaf, `${where}.leaf`) };
+  const moved = (m, i) => ({ ...m, id: ids.get(m.id), parent: known(m.parent, `${where}.messages[${i}].parent`), conversation: head.id });
+  const made = new Conversation(head, messages.map(moved)), waiting = [null];
+  let reached = 0;
+  while (waiting.length) for (const { id } of made.children(waiting.pop())) { reached += 1; waiting.push(id); }
+  if (reached !== messages.length) throw new Error(`${where}.messages: expected a tree, got messages that are their own ancestors`);
   return made;
 }
