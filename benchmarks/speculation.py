@@ -85,6 +85,7 @@ MODELS: dict[str, tuple[DrafterSpec, int | None]] = {
     "eagle3": (DrafterSpec("eagle3", "eagle3", _HEADS), None),
     "eagle3, K=5": (DrafterSpec("eagle3", "eagle3", _HEADS), 5),
     "eagle3, K=7": (DrafterSpec("eagle3", "eagle3", _HEADS), 7),
+    "eagle3 Q8_0, K=7": (DrafterSpec("eagle3 Q8_0", "eagle3", (*_HEADS, ("quantization", "q8_0"))), 7),
 }
 
 

@@ -40,7 +40,7 @@ class SpeculativeConfig:
     method                   one of METHODS; by its model's files where only `model` is given, as vLLM does
     model                    folder or name of the draft model or of the heads; none for "ngram", "suffix" and, if need be, "mtp"
     revision                 branch, tag or commit of a hub name
-    quantization             of the draft model; None keeps what its checkpoint has
+    quantization             of the draft model or of the heads' matrices, packed at load; None keeps what the checkpoint has
     num_speculative_tokens   K, the most drafts of a sequence in a step; None lets the method choose
     prompt_lookup_max, prompt_lookup_min  lengths of the n-grams that "ngram" looks up
     controller               "adaptive" (as many drafts as pay), "window" (more or fewer by recent acceptance) or "fixed" (always K).

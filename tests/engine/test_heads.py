@@ -11,7 +11,7 @@ from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine.drafter_memory import drafter_memory
 from tinyvllm.engine.engine import Engine
-from tinyvllm.errors import ModelError
+from tinyvllm.errors import ArgumentError, ModelError
 from tinyvllm.runner.opened import open_model
 from tinyvllm.speculative import parse
 
@@ -46,6 +46,26 @@ def answers(model: Any, **options: Any) -> list[tuple[list[int], float]]:
 def test_tokens_are_those_without_heads(tiny_model: Any, tmp_path: Any, plain: Any, method: str) -> None:
     """Prompts in chunks, a prefix hit, greedy and sampled requests together, a cache too small for all of them."""
     assert answers(tiny_model, speculative_config=config_of(method, tmp_path)) == plain
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
+def test_packed_heads_change_no_token(tiny_model: Any, tmp_path: Any, plain: Any, method: str) -> None:
+    """Heads whose matrices are packed at load take less memory, which is counted, and guess about the same tokens."""
+    config = config_of(method, tmp_path)
+    assert answers(tiny_model, speculative_config={**config, "quantization": "q8_0"}) == plain
+    opened = open_model(EngineConfig(model=str(tiny_model), device="CPU"), "CPU")
+
+    def weights(**more: str) -> int:
+        engine = EngineConfig(model=str(tiny_model), device="CPU", speculative_config=parse({**config, **more}))
+        return drafter_memory(engine, opened).weights
+
+    assert weights(quantization="q8_0") < 0.6 * weights()
+
+
+def test_what_heads_cannot_be_packed_to(tiny_model: Any, tmp_path: Any) -> None:
+    config = {**config_of("eagle3", tmp_path), "quantization": "q9"}
+    with pytest.raises(ArgumentError, match=r"quantization of heads must be one of .*q8_0.*, got 'q9'"):
+        LLM(str(tiny_model), device="CPU", num_blocks=24, speculative_config=config)
 
 
 def test_the_models_own_layer(tiny_model: Any, tmp_path: Any) -> None:

@@ -324,14 +324,16 @@ class EagleHeads:
         return rms_norm(x, getattr(self.tensors, name).weight, self.config.layer.norm_eps)
 
 
-def load_eagle(file: HeadFile, runner: Runner, config: EagleConfig) -> EagleHeads:
-    """The heads by the products of the runner's device. What the file lacks, embedding or vocabulary head, is the target's own."""
+def load_eagle(file: HeadFile, runner: Runner, config: EagleConfig, format: str | None = None) -> EagleHeads:
+    """The heads by the products of the runner's device, in a format as `load_head_products`. What the file lacks, embedding or vocabulary
+    head, is the target's own.
+    """
     target = Target.of(runner.config)
     recipes, tokens = eagle_recipes(file, config, target), draft_tokens(file, config, target)
     names = {recipe.name for recipe in recipes}
     own_head = "lm_head.weight" in names
     products = _PRODUCTS | ({"head": ("lm_head",)} if own_head else {})
-    loaded, tensors = load_head_products(file, runner, products, recipes)
+    loaded, tensors = load_head_products(file, runner, products, recipes, format)
     weights = runner.model.weights
     table = tensors.embed_tokens.weight if "embed_tokens.weight" in names else weights.table
     return EagleHeads(config, loaded, tensors, table, loaded["head"].weight if own_head else weights.head, tokens, head_dtype(file))

@@ -141,16 +141,16 @@ def head_recipe(file: HeadFile, name: str, shape: tuple[int, ...], source: str) 
 
 
 def load_head_products(
-    file: HeadFile, runner: Runner, products: dict[str, tuple[str, ...]], recipes: list[WeightRecipe]
+    file: HeadFile, runner: Runner, products: dict[str, tuple[str, ...]], recipes: list[WeightRecipe], format: str | None = None
 ) -> tuple[dict[str, Product], SimpleNamespace]:
     """The products of the heads, packed for the kernels of the runner's device, and the tensors in none as attributes of an object.
 
-    A module is named by the part of a recipe's name before its last dot.
+    A module is named by the part of a recipe's name before its last dot. `format` is that of the products' matrices; None: as stored.
     """
     owner = SimpleNamespace()
     for recipe in recipes:
         setattr(owner, recipe.name.rpartition(".")[0], SimpleNamespace(weight=None, bias=None))
-    plan = WeightPlan(runner.placement, head_dtype(file), None)
+    plan = WeightPlan(runner.placement, head_dtype(file), format)
     return WeightLoader(file.checkpoint, plan).load_products(owner, products, recipes), owner
 
 

@@ -87,11 +87,11 @@ def medusa_recipes(file: HeadFile, target: Target) -> tuple[dict[str, tuple[str,
     return products, recipes
 
 
-def load_medusa(file: HeadFile, runner: Runner) -> list[MedusaHead]:
-    """The heads of a published file, by the products of the runner's device."""
+def load_medusa(file: HeadFile, runner: Runner, format: str | None = None) -> list[MedusaHead]:
+    """The heads of a published file, by the products of the runner's device, in a format as `load_head_products`."""
     target = Target.of(runner.config)
     heads, layers = read_medusa(file, target)
-    loaded, _ = load_head_products(file, runner, *medusa_recipes(file, target))
+    loaded, _ = load_head_products(file, runner, *medusa_recipes(file, target), format)
     return [MedusaHead(tuple(loaded[f"{i}.{j}"] for j in range(layers)), loaded[f"{i}"]) for i in range(heads)]
 
 

@@ -63,22 +63,31 @@ def heads_memory(config: SpeculativeConfig, opened: OpenedModel, engine: EngineC
     """What the heads of a method of HEADS take next to the target. Errors as `open_drafter`; nothing is loaded."""
     from tinyvllm.speculate import self_drafting
 
-    return self_drafting.heads_memory(config.method, _folder(config), opened, engine, config.num_speculative_tokens)
+    return self_drafting.heads_memory(config.method, _folder(config), opened, engine, config.num_speculative_tokens, _format(config))
 
 
 def _heads(config: SpeculativeConfig, runner: Runner) -> Drafter:
     from tinyvllm.speculate.self_drafting import self_drafter
 
-    return self_drafter(config.method, _folder(config), runner, config.num_speculative_tokens)
+    return self_drafter(config.method, _folder(config), runner, config.num_speculative_tokens, _format(config))
 
 
 def _folder(config: SpeculativeConfig) -> Path | None:
     """The folder of the heads, if the method has one."""
     from tinyvllm.weights.hub import resolve_model
 
-    if config.quantization is not None:
-        raise ArgumentError(f"speculative_config: quantization is not supported for method={config.method!r}; its heads stay as stored")
     return None if config.model is None else resolve_model(config.model, config.revision)
+
+
+def _format(config: SpeculativeConfig) -> str | None:
+    """The format that matrices of heads are packed to at load; None keeps them as stored."""
+    from tinyvllm.config import QUANTIZATIONS
+
+    name = config.quantization
+    if name is not None and name not in QUANTIZATIONS:
+        expected = ", ".join(QUANTIZATIONS)
+        raise ArgumentError(f"speculative_config: quantization of heads must be one of {expected}, got {name!r:.60}")
+    return None if name is None else name.upper()
 
 
 _DRAFTERS: dict[str, Callable[[SpeculativeConfig, Runner], Drafter]] = {"ngram": _ngram, "suffix": _suffix, **dict.fromkeys(HEADS, _heads)}

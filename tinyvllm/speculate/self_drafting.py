@@ -24,9 +24,10 @@ UNTRAINED = ("medusa_lite", "eagle_lite")
 DEFAULT_DRAFTS = 7  # a controller chooses fewer where more do not pay
 
 
-def self_drafter(method: str, heads: Path | None, runner: Runner, max_drafts: int | None = None) -> StateDrafter:
+def self_drafter(method: str, heads: Path | None, runner: Runner, max_drafts: int | None = None, format: str | None = None) -> StateDrafter:
     """The drafter of a method in LOADED, from the folder `heads`, or in UNTRAINED; at most `max_drafts` guesses a sequence and step.
-    Where it is None, that is the number of Medusa's heads, and DEFAULT_DRAFTS for other methods.
+    Where it is None, that is the number of Medusa's heads, and DEFAULT_DRAFTS for other methods. `format` is that of their matrices; None:
+    as stored.
 
     ArgumentError for a method that is none of these or lacks its folder, ModelError and FormatError for heads that cannot be read.
     """
@@ -39,27 +40,32 @@ def self_drafter(method: str, heads: Path | None, runner: Runner, max_drafts: in
         raise ArgumentError(f"{SPEAKER}: no self-drafting method {method!r}; there are {', '.join((*LOADED, *UNTRAINED))}")
     if method == "mtp":
         file = mtp_file(runner.checkpoint if heads is None else open_checkpoint(heads))
-        return EagleDrafter(runner, load_eagle(file, runner, read_mtp(file, runner.config)), count)
+        return EagleDrafter(runner, load_eagle(file, runner, read_mtp(file, runner.config), format), count)
     if heads is None:
         raise ArgumentError(f"{SPEAKER}: the method {method} needs the folder of its heads; give it as model")
     file = open_heads(heads)
     if method == "medusa":
-        return MedusaDrafter(runner, load_medusa(file, runner), max_drafts)
+        return MedusaDrafter(runner, load_medusa(file, runner, format), max_drafts)
     config = eagle_config(file, method, Target.of(runner.config))
-    return EagleDrafter(runner, load_eagle(file, runner, config), count)
+    return EagleDrafter(runner, load_eagle(file, runner, config, format), count)
 
 
-def heads_memory(method: str, heads: Path | None, opened: OpenedModel, engine: EngineConfig, max_drafts: int | None) -> DrafterMemory:
+def heads_memory(
+    method: str, heads: Path | None, opened: OpenedModel, engine: EngineConfig, max_drafts: int | None, format: str | None = None
+) -> DrafterMemory:
     """What the heads of a method will take in an engine with the target `opened`. Errors as `self_drafter`; nothing is loaded."""
     if method not in LOADED or (heads is None and method != "mtp"):
         return NO_DRAFTER
     target = Target.of(opened.config)
     file = open_heads(heads) if heads is not None and method != "mtp" else mtp_file(open_checkpoint(heads) if heads else opened.checkpoint)
-    plan = replace(opened.plan, dtype=head_dtype(file), format=None, imatrix=None)  # as load_head_products has it
+    plan = replace(opened.plan, dtype=head_dtype(file), format=format, imatrix=None)  # as load_head_products has it
     if method == "medusa":
         return DrafterMemory(plan.needed_bytes(medusa_recipes(file, target)[1], file.checkpoint))
     config = read_mtp(file, opened.config) if method == "mtp" else eagle_config(file, method, target)
-    weights = plan.needed_bytes(eagle_recipes(file, config, target), file.checkpoint)
+    recipes = eagle_recipes(file, config, target)
+    tables = [recipe for recipe in recipes if recipe.name == "embed_tokens.weight"]  # no product: not packed
+    weights = plan.needed_bytes([recipe for recipe in recipes if recipe not in tables], file.checkpoint)
+    weights += replace(plan, format=None).needed_bytes(tables, file.checkpoint)
     cache = eagle_memory(config.layer, engine.block_size, plan.dtype, max_drafts or DEFAULT_DRAFTS, engine.max_num_seqs)
     return replace(cache, weights=weights)
 
