@@ -116,6 +116,51 @@ def norm_gate_up_silu(o: argparse.Namespace) -> Work:
     return Work(kernel, arguments, 4, lambda: plain(size), size, 4 * o.T * o.E * o.F, _unit(o))
 
 
+def norm_route(o: argparse.Namespace) -> Work:
+    """Each row has experts of its own, as far as there are as many."""
+    size, defines = panel_bytes("F32", o.X, o.E), (("E", o.E), ("X", o.X), ("C", o.C), ("WEIGHT", "F32"), ("RENORMALIZE", 1), ("EPS", 1e-5))
+    outs = [empty(o.T, o.C), empty(o.T, o.C), empty(o.T * o.C), empty(1 + 3 * o.T * o.C), gathering(o.T, max(o.E, o.X))]
+    arguments = [*outs, floats(o.T, o.E), floats(o.E), ints(), ints(o.T)]
+    return Work(
+        Kernel("norm_route", "cpu", o.target, defines, 5, 4), arguments, 7, lambda: plain(size), size, 2 * o.T * o.E * o.X, "f32_flops"
+    )
+
+
+def gathering(rows: int, I: int) -> np.ndarray:
+    """Scratch of a product of experts: prepared rows, and a tile of them for each of 64 threads."""
+    return np.concatenate([scratch(rows, I), scratch(64 * 24, I)])
+
+
+def _groups(o: argparse.Namespace) -> tuple[list[np.ndarray], int]:
+    """The order and the tasks of rows whose experts follow each other, and how many experts have a row."""
+    experts = np.arange(o.T * o.C) % o.X
+    order, tasks = np.argsort(experts, kind="stable"), []
+    for expert in range(min(o.X, o.T * o.C)):
+        start, end = np.searchsorted(experts[order], (expert, expert + 1)).tolist()
+        tasks += [(expert, first, min(first + 96, end)) for first in range(start, end, 96)]
+    return [ints(*order.tolist()), ints(len(tasks), *np.ravel(tasks).tolist())], min(o.X, o.T * o.C)
+
+
+def experts_gate_up_silu(o: argparse.Namespace) -> Work:
+    groups, read = _groups(o)
+    defines = (("E", o.E), ("F", o.F), ("X", o.X), ("C", o.C), ("WEIGHT", o.weight), ("HALF", "BOTH"), ("EPS", 1e-5))
+    size = panel_bytes(o.weight, 2 * o.F, o.E)
+    arguments = [empty(o.T * o.C, o.F), gathering(o.T, o.E), floats(o.T, o.E), floats(o.E), ints(), *groups, ints(o.T)]
+    kernel, work = Kernel("experts_gate_up_silu", "cpu", o.target, defines, 2, 6), 4 * o.T * o.C * o.E * o.F
+    return Work(kernel, arguments, 4, lambda: plain(o.X * size), read * size, work, _unit(o))
+
+
+def experts_down(o: argparse.Namespace) -> Work:
+    groups, read = _groups(o)
+    defines = (("E", o.E), ("F", o.F), ("X", o.X), ("C", o.C), ("WEIGHT", o.weight), ("RESIDUAL", 1))
+    size, pairs = panel_bytes(o.weight, o.E, o.F), o.T * o.C
+    outs, more = [empty(o.T, o.E), empty(pairs, o.E), gathering(pairs, o.F)], [floats(o.T, o.C), *groups, floats(o.T, o.E), ints(o.T)]
+    kernel = Kernel("experts_down", "cpu", o.target, defines, 3, 7)
+    return Work(
+        kernel, [*outs, floats(pairs, o.F), ints(), *more], 4, lambda: plain(o.X * size), read * size, 2 * pairs * o.E * o.F, _unit(o)
+    )
+
+
 def norm_qkv_rope_store(o: argparse.Namespace) -> Work:
     sizes = (("E", o.E), ("H", o.H), ("K", o.K), ("D", o.D), ("S", o.S), ("R", o.D), ("MAIN", o.H + 2 * o.K), ("SECOND", 0))
     defines = (
@@ -211,8 +256,8 @@ def kv_append(o: argparse.Namespace) -> Work:
     return Work(kernel, arguments, 0, lambda: plain(size), moved, 0, "f32_flops")
 
 
-STEMS = {f.__name__: f for f in (matmul, norm_gate_up_silu, norm_qkv_rope_store, norm_head, attention_decode, attention_prefill,
-                                 embed, pack, kv_copy, kv_append)}  # fmt: skip
+STEMS = {f.__name__: f for f in (matmul, norm_gate_up_silu, norm_route, experts_gate_up_silu, experts_down, norm_qkv_rope_store, norm_head,
+                                 attention_decode, attention_prefill, embed, pack, kv_copy, kv_append)}  # fmt: skip
 
 
 def _unit(o: argparse.Namespace) -> str:
@@ -310,7 +355,7 @@ def main() -> None:
     best = usable_variants(Placement("CPU"))[0]
     parser = argparse.ArgumentParser(description="one CPU kernel, timed")
     parser.add_argument("stem", choices=[*STEMS, "all"], nargs="?")
-    letters = {"I": 2048, "O": 5632, "T": 1, "E": 2048, "F": 5632, "H": 32, "K": 4, "D": 64, "S": 16, "V": 32000}
+    letters = {"I": 2048, "O": 5632, "T": 1, "E": 2048, "F": 5632, "H": 32, "K": 4, "D": 64, "S": 16, "V": 32000, "X": 8, "C": 2}
     for letter, value in letters.items():
         parser.add_argument(f"--{letter}", type=int, default=value)
     parser.add_argument("--context", type=int, default=0, help="tokens of attention's sequences (prefill: before its rows)")

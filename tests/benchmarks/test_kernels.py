@@ -12,7 +12,7 @@ from tinyvllm.backends.registry import usable_variants
 from tinyvllm.placement import Placement
 
 TARGET = usable_variants(Placement("CPU"))[0]
-SIZES = {"I": 64, "O": 96, "E": 64, "F": 96, "H": 4, "K": 2, "D": 32, "S": 16, "V": 320}
+SIZES = {"I": 64, "O": 96, "E": 64, "F": 96, "H": 4, "K": 2, "D": 32, "S": 16, "V": 320, "X": 4, "C": 2}
 
 
 CACHED = ("norm_qkv_rope_store", "attention_decode", "attention_prefill", "kv_copy", "kv_append")

@@ -49,7 +49,8 @@ def check_rows(name: str, row: str) -> None:
     rows: dict[str, set[str]] = {}
     for choice in registry.choices():
         rows.setdefault(choice.stem, set()).add(choice.variant)
-    expected = EVERYWHERE | (set() if name in ("gpt2", "qwen3moe") else {"norm_gate_up_silu"})
+    experts = {"norm_route", "experts_gate_up_silu", "experts_down"}
+    expected = EVERYWHERE | {"gpt2": set(), "qwen3moe": experts}.get(name, {"norm_gate_up_silu"})
     assert {stem: rows.get(stem) for stem in expected} == {stem: {row} for stem in expected}
 
 
@@ -95,7 +96,7 @@ def greedy(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]]:
 
 
 # One of each way through the kernels: plain, window, biases of q, k and v, norms of heads, part of a head rotated, LayerNorm with biases
-# and GELU, biases everywhere, experts (whose products stay with the reference).
+# and GELU, biases everywhere, experts.
 NAMES = ("llama3.1", "mistral", "qwen2", "qwen3", "phi3-partial", "gpt2", "ernie4.5-bias", "qwen3moe")
 FAMILIES = [pytest.param(name, marks=() if name in ("llama3.1", "qwen3") else pytest.mark.long) for name in NAMES]
 
@@ -165,6 +166,8 @@ def reference(folder: Path, format: str) -> tuple[np.ndarray, list[list[int]]]:
         *(("qwen3", format) for format in FORMATS if format != "F32"),
         ("gpt2", "BF16"),
         ("gpt2", "Q8_0"),
+        ("qwen3moe", "F32"),
+        pytest.param("qwen3moe", "Q8_0", marks=pytest.mark.long),
     ],
 )
 def test_every_row_follows_the_reference(wide: Callable[[str], Path], name: str, format: str, row: str) -> None:
@@ -256,6 +259,24 @@ def test_logits_have_the_same_bits_in_any_chunk(row: str) -> None:
     for budget in (1, 16, 48):
         with kernels(row), open_model("random", max_num_seqs=1, max_num_batched_tokens=budget) as llm:
             np.testing.assert_array_equal(llm.prompt_logits(ids), whole)
+
+
+def test_experts_have_the_same_bits_in_any_batch_and_chunk(wide: Callable[[str], Path]) -> None:
+    """Thirteen ragged prompts in chunks of 24 tokens and in one batch, each alone, and with their prefixes cached."""
+    options: dict[str, Any] = {
+        "device": "CPU",
+        "max_model_len": 160,
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "quantization": "q8_0",
+    }
+    with kernels(ROWS[0]), LLM(wide("qwen3moe"), max_num_seqs=1, **options) as llm:
+        expected, logits = run_thirteen(llm, True, together=False), llm.prompt_logits(prompts_of(2, 256)[1])
+    with kernels(ROWS[0]), LLM(wide("qwen3moe"), max_num_seqs=13, max_num_batched_tokens=24, **options) as llm:
+        for _ in range(2):
+            assert run_thirteen(llm, True, together=True) == expected
+        np.testing.assert_array_equal(llm.prompt_logits(prompts_of(2, 256)[1]), logits)
+        check_rows("qwen3moe", ROWS[0])
 
 
 def fingerprint() -> str:

@@ -23,10 +23,12 @@ def answers() -> Arrays:
     """Every answer, by "STEM FORMAT/RESULT"."""
     fixed = {"kv_append": kv_append(), "advance": advance(), "kv_copy": kv_copy(), "sample": sample(), "pack_tiles": {"equal": np.ones(1)}}
     found = {f"{stem}/{name}": array for stem, arrays in fixed.items() for name, array in arrays.items()}
+    found |= {f"norm_route {numbers_of('F32')}/{name}": array for name, array in expected.route("F32").items()}
     for format in dict.fromkeys(name for layout in Layout for name in formats_in(layout)):
         label = numbers_of(format)
         for stem, answer in (("embed", embed), ("matmul", matmul), ("norm_gate_up_silu", expected.gate_up), ("norm_head", head),
-                             ("norm_qkv_rope_store", expected.qkv)):  # fmt: skip
+                             ("norm_qkv_rope_store", expected.qkv), ("experts_gate_up_silu", expected.experts_gate_up),
+                             ("experts_down", expected.experts_down)):  # fmt: skip
             for name, array in answer(format).items():
                 known = found.setdefault(f"{stem} {label}/{name}", array)
                 np.testing.assert_array_equal(known, array, err_msg=f"{stem}: the formats of {label} do not hold the same numbers")

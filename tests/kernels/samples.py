@@ -105,6 +105,35 @@ def norm_gate_up_silu(weight: str, target: str, T: int = 5, E: int = 64, F: int 
     return kernel("norm_gate_up_silu", target, 2, arrays, E=E, F=F, WEIGHT=weight, HALF="BOTH", BIAS=0, EPS=1e-5)
 
 
+def norm_route(target: str, T: int = 5, E: int = 64, X: int = 21, C: int = 3) -> Call:
+    working = np.concatenate([prepared("F32", target, T, E), blank(T * 32).view(np.uint8)])
+    outs = [blank(T, C), blank(T, C, dtype="int32"), blank(T * C, dtype="int32"), blank(1 + 3 * T * C, dtype="int32"), filled(working)]
+    ins = [floats(T, E), floats(E), panels("F32", X, E), int32(T)]
+    return kernel("norm_route", target, 5, outs + ins, E=E, X=X, C=C, WEIGHT="F32", RENORMALIZE=1, EPS=1e-5)
+
+
+# Five rows with two of three experts each; expert 1 has one pair, expert 2 has two tasks.
+ORDER, TASKS = int32(1, 4, 7, 2, 0, 3, 5, 6, 8, 9), int32(4, 0, 0, 3, 1, 3, 4, 2, 4, 7, 2, 7, 10)
+
+
+def gathering(weight: str, target: str, rows: int, width: int) -> np.ndarray:
+    """Scratch of a product of experts: that of a product, and a tile for each of 64 threads."""
+    tiles = prepared(weight, target, 64 * 24, width).nbytes
+    return blank(prepared(weight, target, rows, width).nbytes + tiles, dtype="uint8")
+
+
+def experts_gate_up_silu(weight: str, target: str, T: int = 5, E: int = 64, F: int = 48) -> Call:
+    ins = [floats(T, E), floats(E), panels(weight, 2 * 3 * F, E), ORDER, TASKS, int32(T)]
+    arrays = [blank(T * 2, F), gathering(weight, target, T, E), *ins]
+    return kernel("experts_gate_up_silu", target, 2, arrays, E=E, F=F, X=3, C=2, WEIGHT=weight, HALF="BOTH", EPS=1e-5)
+
+
+def experts_down(weight: str, target: str, T: int = 5, F: int = 64, E: int = 48) -> Call:
+    ins = [floats(T * 2, F), panels(weight, 3 * E, F), floats(T, 2), ORDER, TASKS, floats(T, E), int32(T)]
+    arrays = [blank(T, E), blank(T * 2, E), gathering(weight, target, T * 2, F), *ins]
+    return kernel("experts_down", target, 3, arrays, E=E, F=F, X=3, C=2, WEIGHT=weight, RESIDUAL=1)
+
+
 def norm_qkv_rope_store(weight: str, target: str, T: int = 5, E: int = 64, H: int = 4, K: int = 2, D: int = 48) -> Call:
     S, P, O = 8, 3, (H + 2 * K) * D
     outs = [blank(T, H, D), blank(P, 2, K, S, D, dtype="uint16"), blank(1), prepared(weight, target, T, E)]
@@ -218,6 +247,7 @@ POLICIES: dict[str, dict[str, int | float | str]] = {  # what some families diff
 
 def _samples() -> dict[str, Callable[[str], Call]]:
     samples: dict[str, Callable[[str], Call]] = {"kv_copy": kv_copy, "advance": advance, "read": read, "sample": sample}
+    samples["norm_route"] = norm_route
     samples |= {"all_reduce": all_reduce, "gather_logits": gather_logits}
     samples["sample greedy"] = functools.partial(sample, SAMPLED=0)
     for weight in BYTES:
@@ -226,7 +256,7 @@ def _samples() -> dict[str, Callable[[str], Call]]:
         samples[f"embed {weight} from rows"] = functools.partial(embed, weight, in_panels=0)
         samples[f"pack {weight}"] = functools.partial(pack, weight, weight)
     for weight in ("BF16", "Q4_0"):
-        for make in (norm_gate_up_silu, norm_qkv_rope_store, norm_head):
+        for make in (norm_gate_up_silu, experts_gate_up_silu, experts_down, norm_qkv_rope_store, norm_head):
             samples[f"{make.__name__} {weight}"] = functools.partial(make, weight)
     for format, weighted in (("Q8_0", 0), ("Q4_1", 1), ("Q2_K", 0), ("Q3_K", 0), ("Q5_K", 1), ("IQ4_NL", 0), ("Q6_K", 1)):
         samples[f"quantize {format}"] = functools.partial(quantize, format, weighted=weighted)

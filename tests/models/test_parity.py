@@ -96,13 +96,13 @@ def test_gguf(name: str, tmp_path: Path) -> None:
     check_in_pieces(tmp_path / "model.gguf", name)
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
-def test_quantized_gguf_equals_its_dequantized_weights(kind: str, tmp_path: Path) -> None:
-    folder = GOLDEN / "llama2"
-    tensors = gguf_tensors(read_folder(folder), json.loads((folder / "config.json").read_text()), "llama")
-    write_gguf(folder, tmp_path / "packed.gguf", "llama", kind)
-    write_gguf(folder, tmp_path / "plain.gguf", "llama", tensors=dequantized(tensors, kind))
-    prompts = read_golden("llama2")
+@pytest.mark.parametrize(("name", "kind"), [("llama2", "F16"), ("llama2", "Q8_0"), ("qwen3moe", "Q8_0"), ("qwen3moe", "Q4_0")])
+def test_quantized_gguf_equals_its_dequantized_weights(name: str, kind: str, tmp_path: Path) -> None:
+    folder, architecture = GOLDEN / name, FAMILIES[name].gguf or ""
+    tensors = gguf_tensors(read_folder(folder), json.loads((folder / "config.json").read_text()), architecture)
+    write_gguf(folder, tmp_path / "packed.gguf", architecture, kind)
+    write_gguf(folder, tmp_path / "plain.gguf", architecture, tensors=dequantized(tensors, kind))
+    prompts = read_golden(name)
     packed, plain = open_model(tmp_path / "packed.gguf"), open_model(tmp_path / "plain.gguf")
     np.testing.assert_allclose(packed.prompt_logits(prompts[1].ids), plain.prompt_logits(prompts[1].ids), rtol=0, atol=TOLERANCE)
     assert greedy(packed, prompts) == greedy(plain, prompts)

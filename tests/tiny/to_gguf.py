@@ -157,7 +157,7 @@ def write_gguf(
     _write_vocabulary(writer, config["vocab_size"])
     qtype = gguf.GGMLQuantizationType[kind]
     for name, value in (tensors or gguf_tensors(read_folder(folder), config, arch)).items():
-        if value.ndim == 1 or kind == "F32" or "ffn_gate_inp" in name or "position_embd" in name:
+        if kind == "F32" or _stays_f32(name, value):
             writer.add_tensor(name, value)
         else:
             writer.add_tensor(name, gguf.quants.quantize(value, qtype), raw_dtype=qtype)
@@ -169,12 +169,18 @@ def write_gguf(
     writer.close()
 
 
+def _stays_f32(name: str, value: np.ndarray) -> bool:
+    return value.ndim == 1 or "ffn_gate_inp" in name or "position_embd" in name
+
+
 def dequantized(tensors: dict[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
     """`tensors` with the matrices that `write_gguf` stores as `kind` rounded through it, by the gguf package's own arithmetic."""
     import gguf
 
     qtype = gguf.GGMLQuantizationType[kind]
-    return {name: gguf.quants.dequantize(gguf.quants.quantize(v, qtype), qtype) if v.ndim > 1 else v for name, v in tensors.items()}
+    return {
+        name: v if _stays_f32(name, v) else gguf.quants.dequantize(gguf.quants.quantize(v, qtype), qtype) for name, v in tensors.items()
+    }
 
 
 def _write_parameters(writer: Any, config: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from tinygrad import Tensor
 
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.limits import ShapeFacts
-from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights
+from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, Routing, RoutingPolicy
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.placement import Placement, RankGroup
 from tinyvllm.quant.formats import Layout
@@ -106,6 +106,21 @@ class Backend(Protocol):
 
     def gate_up_silu(
         self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, rows: Tensor, bias: Tensor | None, gelu: bool = False
+    ) -> Tensor: ...
+
+    def norm_route(
+        self, variant: str, x: Tensor, norm: NormWeights | None, router: KernelWeight, rows: Tensor, policy: RoutingPolicy
+    ) -> Routing: ...
+
+    def experts_gate_up_silu(
+        self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, routing: Routing, rows: Tensor, experts: int,
+        gelu: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """[T * C, F]: of each pair of a row and one of its experts."""
+        ...
+
+    def experts_down(
+        self, variant: str, h: Tensor, weight: KernelWeight, routing: Routing, rows: Tensor, experts: int, residual: Tensor | None
     ) -> Tensor: ...
 
     def norm_head(

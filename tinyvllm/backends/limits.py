@@ -24,6 +24,7 @@ class ShapeFacts:
     output_norm, output_scale  the outputs are normed, or scaled, before the residual is added
     whole_qk_norm    the q/k norms are over all heads at once
     cap              scores, or logits, are capped
+    ungrouped        the reference has chosen the experts of rows, so that nothing lists the rows of an expert
     scaled           rows of the embedding are scaled, or logits are
     head_dim, query_heads, kv_heads
     block_size       tokens of a KV block; block_bytes: bytes of it in one layer
@@ -44,6 +45,7 @@ class ShapeFacts:
     whole_qk_norm: bool = False
     cap: bool = False
     scaled: bool = False
+    ungrouped: bool = False
     head_dim: int = 0
     query_heads: int = 1
     kv_heads: int = 1
@@ -159,6 +161,7 @@ plain_outputs = (without("output_norm", "a norm of the outputs"), without("outpu
 plain_logits = (without("scaled", "a divisor of the logits"), without("cap", "a cap of the logits"))
 silu_gate = without("gelu", "a gate with GELU")
 no_cap = without("cap", "a cap of the scores")
+grouped_rows = without("ungrouped", "experts that norm_route has not chosen")
 norm_by_head = without("whole_qk_norm", "norms of q and k over all heads at once")
 
 

@@ -78,6 +78,30 @@ class QKV:
     qk_eps: float = 1e-6
 
 
+@dataclass(frozen=True)
+class RoutingPolicy:
+    """How a mixture chooses: of `experts` the `chosen` with the largest logits, with their shares of the softmax over all logits, or over
+    the chosen ones if `renormalize`.
+    """
+
+    experts: int
+    chosen: int
+    renormalize: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """The experts of each row: shares float32 [T, C] and their numbers `chosen` int32 [T, C], the largest share first.
+
+    groups  pairs of row and expert by expert, as kernels read them (kernels/cpu/include/experts.h): order int32 [T * C] and tasks int32;
+            None if the reference has chosen
+    """
+
+    shares: Tensor
+    chosen: Tensor
+    groups: tuple[Tensor, Tensor] | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class History:
     """Tokens of the last rounds, int32 [N, B] (-1 where a row had none), and the round that is written next, int32 [1]."""

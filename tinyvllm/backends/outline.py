@@ -9,7 +9,7 @@ from tinygrad import Tensor
 from tinyvllm.backends.buffers import empty, integers
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.limits import ShapeFacts
-from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights
+from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, Routing, RoutingPolicy
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.placement import Placement, RankGroup
 from tinyvllm.quant.formats import Layout
@@ -87,6 +87,23 @@ class Outline:
         self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, rows: Tensor, bias: Tensor | None, gelu: bool = False
     ) -> Tensor:
         return empty(x, int(x.shape[0]), weight.O // 2)
+
+    def norm_route(
+        self, variant: str, x: Tensor, norm: NormWeights | None, router: KernelWeight, rows: Tensor, policy: RoutingPolicy
+    ) -> Routing:
+        T, C = int(x.shape[0]), policy.chosen
+        return Routing(empty(x, T, C), integers(x, T, C), (integers(x, T * C), integers(x, 1)))
+
+    def experts_gate_up_silu(
+        self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, routing: Routing, rows: Tensor, experts: int,
+        gelu: bool = False,
+    ) -> Tensor:  # fmt: skip
+        return empty(x, int(routing.chosen.numel()), weight.O // 2 // experts)
+
+    def experts_down(
+        self, variant: str, h: Tensor, weight: KernelWeight, routing: Routing, rows: Tensor, experts: int, residual: Tensor | None
+    ) -> Tensor:
+        return empty(h, int(routing.chosen.shape[0]), weight.O // experts)
 
     def norm_head(
         self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor,

@@ -91,7 +91,7 @@ def needs_by_format(placement: Placement) -> dict[str, list[Need]]:
             for name in of_caches:
                 found[name].append((stem, ShapeFacts(placement, cache_format=name, head_dim=64, block_size=16)))
         else:
-            for name in of_weights:
+            for name in ("F32",) if stem == "norm_route" else of_weights:  # which all routers have
                 found[name] += [(stem, facts) for facts in _product_needs(stem, placement, backend.layout, name)]
     return found
 

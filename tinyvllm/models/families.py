@@ -135,7 +135,21 @@ def refuse_unused(config: ModelConfig, weights: list[WeightRecipe], names: Itera
 def recipes_of(family: Family, config: ModelConfig, model: Any, kind: str) -> list[WeightRecipe]:
     """The recipe of every tensor of the model: name, shape and sources in the file."""
     shapes = {name: tuple(int(d) for d in tensor.shape) for name, tensor in nn.state.get_state_dict(model).items()}
-    return [
-        WeightRecipe(name, shape, *family.sources(config, kind, name), offset=config.norm_offset * name.endswith("norm.weight"))
-        for name, shape in shapes.items()
-    ]
+    return [_recipe(family, config, name, shape, kind) for name, shape in shapes.items()]
+
+
+# Matrices with kernels of their own. A router's are float32: a rounding would not change a product a little, but choose another expert.
+_STEMS = {"ffn_gate_inp": "norm_route"} | dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), "experts_gate_up_silu")
+_STEMS["ffn_down_exps"] = "experts_down"
+
+
+def _recipe(family: Family, config: ModelConfig, name: str, shape: tuple[int, ...], kind: str) -> WeightRecipe:
+    stem = _STEMS.get(name.split(".")[-2], "matmul")
+    return WeightRecipe(
+        name,
+        shape,
+        *family.sources(config, kind, name),
+        offset=config.norm_offset * name.endswith("norm.weight"),
+        stem=stem,
+        format="F32" if stem == "norm_route" else None,
+    )

@@ -39,7 +39,6 @@ class GPT2Block:
     def forward_batch(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: LayerCache) -> Tensor:
         """x [T, E] float32; result [T, E] float32."""
         weights = self.weights
-        assert weights.ffn_in is not None and weights.ffn_down is not None
         qkv = QKV(weights.qkv.weight, weights.qkv.bias)
         queries, cache = norm_qkv_rope_store(x, layer(self.attn_norm), qkv, None, cache, batch)
         attended = attention(queries, cache, self.config.head_dim**-0.5)

@@ -18,8 +18,9 @@ from tinyvllm.foreign import Fields, quoted
 from tinyvllm.models.config import ModelConfig, Source, Transform, check_factors, check_heads, hf_rope, hf_windows, vocabulary
 from tinyvllm.models.projections import LayerWeights, ModelWeights, Product
 from tinyvllm.ops.attention import PagedAttention
+from tinyvllm.ops.experts import RoutingPolicy, experts_down, experts_gate_up_silu, norm_route
 from tinyvllm.ops.head import embed, norm_head
-from tinyvllm.ops.linear import add_output, gate_up_silu, linear
+from tinyvllm.ops.linear import gate_up_silu, linear
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
 from tinyvllm.ops.rope import RopeScaling, query_factors, rope_table
@@ -55,6 +56,8 @@ class LlamaBlock(TransformerBlock):
         self.rope = None if layer in config.no_rope else int(self.window > 0 and config.window_rope is not None)
         self.cap, self.gelu, self.residual_scale = config.attention_cap, config.gelu, config.residual_scale
         self._place_norms(config)
+        if config.num_experts:
+            self._place_experts(config)
         if config.output_bias:
             self.attn_output.bias = Tensor.empty(config.dim)
         if config.mlp_bias:
@@ -71,6 +74,14 @@ class LlamaBlock(TransformerBlock):
             widths = (heads * config.head_dim for heads in (config.n_heads, config.n_kv_heads))
             self.attn_q_norm, self.attn_k_norm = (nn.RMSNorm(width, config.norm_eps) for width in widths)
 
+    def _place_experts(self, config: ModelConfig) -> None:
+        """The experts' matrices, each kind as one matrix of all experts' rows."""
+        hidden = config.num_experts * config.hidden_dim
+        shapes = {"ffn_gate_exps": (config.dim, hidden), "ffn_up_exps": (config.dim, hidden)}
+        shapes["ffn_down_exps"] = config.hidden_dim, config.num_experts * config.dim
+        for name, (inputs, outputs) in shapes.items():  # in place of tinygrad's, which have three dimensions
+            setattr(self, name, nn.Linear(inputs, outputs, bias=False))
+
     def forward_batch(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: LayerCache, rotations: Rotations) -> Tensor:
         """x [T, E] float32; result [T, E] float32."""
         angles = None if self.rope is None else rotations.angles[self.rope]
@@ -78,12 +89,20 @@ class LlamaBlock(TransformerBlock):
         q = q if rotations.query_factors is None else (q * rotations.query_factors).contiguous()
         attended = attention(q, cache, self.scale, self.window, self.cap)
         x = self._project(attended, self.weights.attn_output, batch, x, "post_attention_norm")
+        if self.weights.router is not None:
+            return self._mixture(x, self.weights.router, batch)
         norm, gate_up, down = self._norm("ffn_norm"), self.weights.ffn_in, self.weights.ffn_down
-        if gate_up is None or down is None:
-            h = x if norm is None else norm(x).contiguous()
-            return add_output(x, self._feed_forward(h.unsqueeze(0))[0], self._norm("post_ffw_norm"), self.residual_scale).contiguous()
         h = gate_up_silu(gate_up.in_order(x), norm, gate_up.weight, batch.rows, gate_up.bias, self.gelu).contiguous()
         return self._project(h, down, batch, x, "post_ffw_norm")
+
+    def _mixture(self, x: Tensor, router: Product, batch: Batch) -> Tensor:
+        """The residual [T, E] plus what the experts of each row make of it."""
+        norm, weights, count = self._norm("ffn_norm"), self.weights, self.config.num_experts
+        policy = RoutingPolicy(count, self.config.num_experts_per_tok, self.config.norm_topk_prob)
+        routing = norm_route(x, norm, router.weight, batch.rows, policy)
+        h = experts_gate_up_silu(x, norm, weights.ffn_in.weight, routing, batch.rows, count, self.gelu).contiguous()
+        after = self._norm("post_ffw_norm")
+        return experts_down(h, weights.ffn_down.weight, routing, batch.rows, count, x, after, self.residual_scale).contiguous()
 
     def _project(self, x: Tensor, product: Product, batch: Batch, residual: Tensor, norm: str) -> Tensor:
         """The residual [T, E] plus x times the product's weight and its bias, normed if the layer has this norm, and scaled."""
@@ -102,7 +121,9 @@ class LlamaBlock(TransformerBlock):
 
     def products(self) -> dict[str, tuple[str, ...]]:
         """The projections of each field of `LayerWeights`."""
-        mlp = {} if self.config.num_experts else {"ffn_in": ("ffn_gate", "ffn_up"), "ffn_down": ("ffn_down",)}
+        mlp: dict[str, tuple[str, ...]] = {"ffn_in": ("ffn_gate", "ffn_up"), "ffn_down": ("ffn_down",)}
+        if self.config.num_experts:
+            mlp = {"router": ("ffn_gate_inp",), "ffn_in": ("ffn_gate_exps", "ffn_up_exps"), "ffn_down": ("ffn_down_exps",)}
         return {"qkv": ("attn_q", "attn_k", "attn_v"), "attn_output": ("attn_output",), **mlp}
 
     def input_norms(self) -> dict[str, nn.RMSNorm]:
@@ -218,6 +239,11 @@ def rows_of(start: int, end: int) -> Transform:
         return arrays[0][start:end]
 
     return transform
+
+
+def experts_in_rows(arrays: list[np.ndarray]) -> np.ndarray:
+    """The matrices [X, O, I] of all experts as one matrix [X * O, I]."""
+    return arrays[0].reshape(-1, arrays[0].shape[-1])
 
 
 def half_of_gate_up(config: ModelConfig, part: str) -> Transform:

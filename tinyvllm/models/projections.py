@@ -32,12 +32,15 @@ class Product:
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """The products of one layer. A layer of experts has neither of the last two: its tensors stay under tinygrad's names."""
+    """The products of one layer. In a layer of experts, which has a router, the matrices of the last two hold those of all experts, one
+    expert's rows after the other's: gate of all, then up of all.
+    """
 
     qkv: Product
     attn_output: Product
-    ffn_in: Product | None = None  # gate and up of SwiGLU, or the one matrix that GELU follows
-    ffn_down: Product | None = None
+    ffn_in: Product  # gate and up of SwiGLU, or the one matrix that GELU follows
+    ffn_down: Product
+    router: Product | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -69,9 +69,9 @@ def qwen3_moe_from_gguf(source: Source) -> ModelConfig:
 
 
 def sources(config: ModelConfig, kind: str, name: str) -> tuple[tuple[str, ...], Transform | None]:
-    """Qwen's GGUF files keep the halves layout; experts are stacked from one file tensor each."""
+    """Qwen's GGUF files keep the halves layout, and the experts of a layer in one tensor; in safetensors they have one each."""
     if kind == "gguf":
-        return (name,), None
+        return (name,), llama.experts_in_rows if "_exps." in name else None
     if "_exps." in name or "ffn_gate_inp." in name:
         return _expert_sources(config, name)
     return (llama.hf_name(name),), None
@@ -83,4 +83,4 @@ def _expert_sources(config: ModelConfig, name: str) -> tuple[tuple[str, ...], Tr
     if part == "ffn_gate_inp":
         return (f"{mlp}.gate.weight",), None
     projection = part.removeprefix("ffn_").removesuffix("_exps")
-    return tuple(f"{mlp}.experts.{e}.{projection}_proj.weight" for e in range(config.num_experts)), np.stack
+    return tuple(f"{mlp}.experts.{e}.{projection}_proj.weight" for e in range(config.num_experts)), np.concatenate

@@ -12,14 +12,14 @@ from dataclasses import replace
 
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.backends.operands import TensorWeight, Weight, matrices_of
+from tinyvllm.backends.operands import TensorWeight, Weight, matrices_of, packed_parts
 from tinyvllm.backends.registry import select
 from tinyvllm.errors import KernelError
 from tinyvllm.ops.facts import product_facts
 from tinyvllm.ops.norm import Norm
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import FORMATS, Activations
-from tinyvllm.quant.layouts import BLOCK, MixedWeight, PackedWeight, StoredWeight
+from tinyvllm.quant.layouts import BLOCK, PackedWeight, StoredWeight
 from tinyvllm.quant.slices import ColumnShare
 
 __all__ = ["TensorWeight", "Weight", "add_output", "gate_up_silu", "linear", "product", "rounded"]
@@ -81,16 +81,18 @@ def add_output(residual: Tensor | None, y: Tensor, norm: Norm | None, scale: flo
 
 def product(x: Tensor, weight: Weight) -> Tensor:
     """The reference: x [T, I] float32 times weight transposed, float32 [T, O]."""
-    if isinstance(weight, PackedWeight):
-        return rounded(x.float(), FORMATS[weight.format].activations) @ weight.dense().contiguous().transpose()
-    if isinstance(weight, MixedWeight):
-        first, *rest = (product(x, part) for part in weight.parts)
-        return first.cat(*rest, dim=1)
-    if isinstance(weight, StoredWeight):
-        return x.float() @ weight.dense().contiguous().transpose()
-    kinds = {dtypes.bfloat16: Activations.BFLOAT16}
-    products = [rounded(x.float(), kinds.get(part.dtype, Activations.FLOAT32)) @ part.float().transpose() for part in weight.parts]
+    products = [rounded(x.float(), activations) @ matrix.transpose() for activations, matrix in matrices_with_rounding(weight)]
     return products[0] if len(products) == 1 else products[0].cat(*products[1:], dim=1)
+
+
+def matrices_with_rounding(weight: Weight) -> list[tuple[Activations, Tensor]]:
+    """The matrices of which a weight consists, float32 [O_i, I], each with how x is rounded for it."""
+    if isinstance(weight, StoredWeight):
+        return [(Activations.FLOAT32, weight.dense().contiguous())]
+    if isinstance(weight, TensorWeight):
+        kinds = {dtypes.bfloat16: Activations.BFLOAT16}
+        return [(kinds.get(part.dtype, Activations.FLOAT32), part.float()) for part in weight.parts]
+    return [(FORMATS[part.format].activations, part.dense().contiguous()) for part in packed_parts(weight)]
 
 
 def rounded(x: Tensor, activations: Activations) -> Tensor:

@@ -54,7 +54,7 @@ class WeightOutline(WeightLoader):
     def _format(self, recipe: WeightRecipe) -> str:
         """The format that the matrix will be held in."""
         if self._checkpoint is None:
-            return self._wanted.get(recipe.name, self._plan.floats)
+            return self._dummy_format(recipe)
         packed, ordered = packed_in(self._plan.layout), recipe.name in self._ordered
         return self._format_of(recipe, rows_format(self._checkpoint, recipe, self._plan.dtype, packed, ordered))
 

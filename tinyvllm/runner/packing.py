@@ -35,9 +35,16 @@ class Rows:
         return Rows("F32", np.ascontiguousarray(unpack_rows(self.format, self.data)).view(np.uint8))
 
     def converted(self, format: str, importance: np.ndarray | None = None) -> Rows:
-        """Rounded to another float format, or quantized, with an importance for each column or none."""
+        """Rounded to another float format, or quantized, with an importance for each column, float32 [I], for those of each of N matrices
+        of as many rows, [N, I], or none.
+        """
         if self.format == format:
             return self
+        if importance is not None and importance.ndim == 2:
+            parts = np.split(self.data, len(importance))
+            return Rows(
+                format, np.concatenate([Rows(self.format, part).converted(format, own).data for part, own in zip(parts, importance)])
+            )
         if format in FLOATS:
             floats = self.floats()
             return Rows(format, convert_rows(floats.format, format, floats.data))

@@ -79,6 +79,11 @@ class WeightPlan:
         """The format of `dtype`."""
         return DTYPE_FORMATS[self.dtype]
 
+    def multiplies(self, recipe: WeightRecipe) -> bool:
+        """Whether the device has kernels for the op of a matrix; a device without any has those of the reference."""
+        backend = backend_for(self.placement)
+        return backend is None or recipe.stem in backend.stems
+
     def wanted(self, recipes: list[WeightRecipe]) -> dict[str, str]:
         """The format of each matrix of a model by the recipe's name; none where the file's formats are kept.
 
@@ -86,7 +91,7 @@ class WeightPlan:
         """
         if self.format is None:
             return {}
-        matrices = [recipe for recipe in recipes if len(recipe.shape) == 2]
+        matrices = [recipe for recipe in recipes if len(recipe.shape) == 2 and recipe.format is None and self.multiplies(recipe)]
         if not self.quantized:
             return {recipe.name: self.format for recipe in matrices}
         layers = {recipe.name.split(".")[1] for recipe in recipes if recipe.name.startswith("blk.")}
@@ -106,8 +111,8 @@ class WeightPlan:
         wanted, total = self.wanted(recipes), 0
         for recipe in recipes:
             source = next((stored[name].format for name in recipe.sources if name in stored), self.floats)
-            matrix = wanted.get(recipe.name) or (source if source in packed else self.floats)
-            format = FORMATS["F32" if len(recipe.shape) == 1 else matrix]
+            matrix = wanted.get(recipe.name) or (source if source in packed and self.multiplies(recipe) else self.floats)
+            format = FORMATS["F32" if len(recipe.shape) == 1 else recipe.format or matrix]
             total += prod(recipe.shape) * format.nbytes // format.elements
         return total
 
@@ -238,13 +243,16 @@ class WeightLoader:
 
     def _packs(self, recipes: list[WeightRecipe]) -> bool:
         """Whether to pack these: kernels here will read them, or the plan wants a packed format."""
-        plan, I = self._plan, recipes[0].shape[1]
+        plan, I, stem = self._plan, recipes[0].shape[1], recipes[0].stem
+        if not plan.multiplies(recipes[0]):
+            select(stem, plan.placement, f"Nx{I}: pack at load")  # which notes why
+            return False
         if any(self._wanted.get(recipe.name, plan.floats) not in formats_in(plan.layout) for recipe in recipes):
             return False
         reason = packable("F32", I)
         if plan.quantized and reason is not None:
             raise ModelError(f"weights: {recipes[0].name} cannot be {plan.format}: {reason}; leave quantization out")
-        return reason is None and (plan.quantized or select("matmul", plan.placement, f"Nx{I}: pack at load") is not None)
+        return reason is None and (plan.quantized or select(stem, plan.placement, f"Nx{I}: pack at load") is not None)
 
     def _table(self, model: Any, head: Weight | None, rest: dict[str, WeightRecipe]) -> Table | None:
         """The packed embedding table: the head's matrix if tied, else rows of its own. None if it stays a tensor."""
@@ -268,7 +276,7 @@ class WeightLoader:
             for record in (self._checkpoint.tensors[source] for source in recipe.sources):
                 if not isinstance(record, BuiltRecord):
                     continue
-                if record.format not in kept or len(recipe.shape) != 2:
+                if record.format not in kept or len(recipe.shape) != 2 or not self._plan.multiplies(recipe):
                     self.unpacked[record.name] = record.reason or f"no kernel here reads {record.format}"
                 elif record.order is not None and recipe.name not in self._ordered:
                     self.unpacked[record.name] = "columns in an order of their own"
@@ -276,6 +284,8 @@ class WeightLoader:
     def _column_order(self, group: _Group) -> np.ndarray | None:
         """The order that the columns of all weights of a product have; None where it is the usual one, or one must be loaded in floats."""
         if self._checkpoint is None or self._plan.format is not None or not self._packs(group.recipes):
+            return None
+        if group.recipes[0].stem != "matmul":  # experts have orders of their own, and a router shares its norm with them
             return None
         first, *others = (column_order(self._checkpoint, recipe) for recipe in group.recipes)
         return first if first is not None and all(order is not None and np.array_equal(order, first) for order in others) else None
@@ -419,7 +429,7 @@ class WeightLoader:
         Of a rank its part, unless `whole`.
         """
         if self._checkpoint is None:
-            format = self._wanted.get(recipe.name, self._plan.floats)
+            format = self._dummy_format(recipe)
             rows = Rows(format, dummy_rows(recipe, format))
             return rows if whole else self._part(recipe, rows)
         packed, ordered = packed_in(self._plan.layout), recipe.name in self._ordered
@@ -452,7 +462,7 @@ class WeightLoader:
     def _format_in_memory(self, recipe: WeightRecipe) -> str:
         """The format that a matrix will have, before it is loaded."""
         if self._checkpoint is None:
-            return self._wanted.get(recipe.name, self._plan.floats)
+            return self._dummy_format(recipe)
         return self._format_of(recipe, rows_format(self._checkpoint, recipe, self._plan.dtype, packed_in(self._plan.layout)))
 
     def _num_rows(self, recipe: WeightRecipe) -> int:
@@ -477,7 +487,7 @@ class WeightLoader:
         """The rows in the format that the plan wants. ModelError for numbers that cannot be quantized."""
         format, imatrix = self._format_of(recipe, rows.format), self._plan.imatrix
         try:
-            return rows.converted(format, None if imatrix is None else imatrix.columns(recipe))
+            return rows.converted(format, None if imatrix is None or format == rows.format else imatrix.columns(recipe))
         except FloatingPointError as error:
             what = f"{recipe.name!r} has numbers that are not finite or beyond float16's range, and cannot be {format}"
             raise ModelError(f"weights: {what}; leave quantization out") from error
@@ -485,16 +495,20 @@ class WeightLoader:
     def _located(self, recipe: WeightRecipe) -> RowSource:
         """The rows of `_load_rows` where they are; those that have to be quantized are so on the host."""
         if self._checkpoint is None:
-            return dummy_source(recipe, self._wanted.get(recipe.name, self._plan.floats))
+            return dummy_source(recipe, self._dummy_format(recipe))
         rows = locate_rows(self._checkpoint, recipe, self._plan.dtype, packed_in(self._plan.layout), recipe.name in self._ordered)
         if not self._plan.quantized or rows.format == self._wanted[recipe.name]:
             return rows
         done = self._converted(recipe, Rows(rows.format, rows.gathered()))
         return RowSource.of(done.format, done.data)
 
+    def _dummy_format(self, recipe: WeightRecipe) -> str:
+        """The format of a matrix of random numbers."""
+        return self._format_of(recipe, self._plan.floats)
+
     def _format_of(self, recipe: WeightRecipe, stored: str) -> str:
         """The format of a matrix that the file has in `stored`, or that was unpacked to it."""
-        return self._wanted.get(recipe.name) or (self._plan.floats if stored in FLOATS else stored)
+        return recipe.format or self._wanted.get(recipe.name) or (self._plan.floats if stored in FLOATS else stored)
 
 
 def _identity(plan: WeightPlan, split: Split | None) -> str:

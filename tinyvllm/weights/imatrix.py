@@ -44,18 +44,21 @@ class ImportanceMatrix:
     digest: str
 
     def columns(self, recipe: Recipe) -> np.ndarray | None:
-        """The importance of each column of the recipe's matrix [O, I], float32 [I]; None if the file has none.
+        """The importance of each column of the recipe's matrix [O, I], float32 [I], or of each expert's columns, float32 [experts, I]; None
+        if the file has none.
 
         ModelError if it has another number of columns; FormatError for numbers that cannot be means of squares.
         """
         name = next((name for name in _names(recipe) if name in self.entries), None)
         if name is None:
             return None
-        entry, I = self.entries[name], recipe.shape[1]
-        if entry.sums.size != I or entry.counts.size != 1:
+        entry, (O, I) = self.entries[name], recipe.shape
+        matrices = max(1, entry.sums.size // I) if "_exps." in recipe.name else 1
+        if entry.sums.size != matrices * I or entry.counts.size not in (1, matrices) or O % matrices:
             _misfit(self.path, recipe.name, f"{entry.sums.size // entry.counts.size} columns of {entry.counts.size} matrices", I)
-        count = float(entry.counts[0])
-        values = entry.sums / np.float32(count) if count > 0 else np.ones(I, np.float32)
+        counts = np.broadcast_to(entry.counts, (matrices,))[:, None]
+        values = np.where(counts > 0, entry.sums.reshape(matrices, I) / np.where(counts > 0, counts, 1), np.float32(1))
+        values = values if "_exps." in recipe.name else values[0]
         if not (np.isfinite(values).all() and (values >= 0).all()):
             _refuse(self.path, f"the importance of {quoted(name)} is negative or not finite; compute the file again")
         return np.ascontiguousarray(values, np.float32)

@@ -192,7 +192,9 @@ def _beyond_float16(recipe: Recipe) -> str:
 
 def _kept_formats(checkpoint: Checkpoint, recipe: Recipe, packed: tuple[str, ...], ordered: bool) -> tuple[str, ...]:
     """The formats in which the rows of this recipe stay packed."""
-    return packed if ordered or column_order(checkpoint, recipe) is None else ()
+    several = [record for record in (checkpoint.tensors.get(source) for source in recipe.sources) if isinstance(record, BuiltRecord)]
+    in_order = column_order(checkpoint, recipe) is None and (len(several) < 2 or all(record.order is None for record in several))
+    return packed if ordered or in_order else ()
 
 
 def _rows_format(recipe: Recipe, records: list[Record], wanted: BlockFormat, packed: tuple[str, ...]) -> BlockFormat:
@@ -207,7 +209,7 @@ def _rows_format(recipe: Recipe, records: list[Record], wanted: BlockFormat, pac
 def _rows(recipe: Recipe, records: list[Record], wanted: BlockFormat, packed: tuple[str, ...]) -> tuple[str, np.ndarray]:
     stored = _rows_format(recipe, records, wanted, packed)
     if stored.name in packed:
-        blocks = [record.data.reshape(record.shape[0], -1) for record in records]
+        blocks = [record.data.reshape(*record.shape[:-1], -1) for record in records]
         return stored.name, np.ascontiguousarray(blocks[0] if recipe.transform is None else recipe.transform(blocks))
     array = _transformed(recipe, records, wanted)
     if not array.flags.c_contiguous:
@@ -220,14 +222,14 @@ def _rows(recipe: Recipe, records: list[Record], wanted: BlockFormat, packed: tu
 def _row_order(recipe: Recipe, records: list[Record]) -> np.ndarray | None:
     """The order in which the transform moves whole rows of its sources, int [O], counted through all of them; None if it does not.
 
-    The transform is tried on matrices of as many rows but two columns.
+    The transform is tried on tensors of as many rows but two columns.
     """
     if recipe.transform is None:
         return np.arange(recipe.shape[0])
-    if any(len(record.shape) != 2 or record.shape[1] != recipe.shape[1] for record in records):
+    if any(len(record.shape) < 2 or record.shape[-1] != recipe.shape[1] for record in records):
         return None
-    ends = np.cumsum([2 * record.shape[0] for record in records])
-    trial = [np.arange(end - 2 * record.shape[0], end).reshape(-1, 2) for record, end in zip(records, ends)]
+    sizes = [2 * prod(record.shape[:-1]) for record in records]
+    trial = [np.arange(end - size, end).reshape(*record.shape[:-1], 2) for record, size, end in zip(records, sizes, np.cumsum(sizes))]
     try:
         moved = recipe.transform(trial)
     except (ValueError, IndexError):

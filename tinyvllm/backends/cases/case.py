@@ -13,10 +13,10 @@ from tinyvllm.quant.kv import KV_FORMATS
 TESTED = frozenset(
     {
         "embed", "norm_qkv_rope_store", "kv_append", "attention_decode", "attention_prefill", "matmul", "norm_gate_up_silu", "norm_head",
-        "advance", "kv_copy", "sample", "pack_tiles",
+        "norm_route", "experts_gate_up_silu", "experts_down", "advance", "kv_copy", "sample", "pack_tiles",
     }
 )  # fmt: skip
-_MIXED = ("norm_qkv_rope_store", "norm_gate_up_silu")  # whose parts may be in several formats
+_MIXED = ("norm_qkv_rope_store", "norm_gate_up_silu", "experts_gate_up_silu")  # whose parts may be in several formats
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,10 @@ class Case:
 
 
 _PRODUCT = 1e-4
-_TOLERANCES = {"matmul": {"y": _PRODUCT}, "norm_gate_up_silu": {"y": _PRODUCT}, "norm_head": {"logits": _PRODUCT, "best": 0.0}}
+_TOLERANCES = dict.fromkeys(("matmul", "norm_gate_up_silu", "experts_gate_up_silu", "experts_down"), {"y": _PRODUCT}) | {
+    "norm_head": {"logits": _PRODUCT, "best": 0.0},
+    "norm_route": {"shares": _PRODUCT},
+}
 
 
 def case_of(stem: str, facts: ShapeFacts | None) -> Case | None:

@@ -6,16 +6,23 @@ import numpy as np
 
 from tinyvllm.backends.cases.case import Case
 from tinyvllm.backends.cases.inputs import (
+    CHOSEN,
     EPS,
+    EXPERT_OUTPUTS,
+    EXPERTS,
     GATED,
     HEAD_DIM,
     HEADS,
     KV_HEADS,
     PERIOD,
     QKV_OUTPUTS,
+    ROUTED,
+    ROUTES,
+    SHARES,
     Arrays,
     activations,
     columns,
+    expert_inputs,
     norm_weight,
     numbers,
     parts_of,
@@ -39,6 +46,26 @@ def gate_up(names: str) -> Arrays:
     return {"y": gate / (1 + np.exp(-gate)) * up}
 
 
+def route(format: str) -> Arrays:
+    logits = normalized(columns(format)) @ dense(format, (ROUTED,), 23).T / 64
+    chosen = np.argsort(-logits, axis=1, kind="stable")[:, :ROUTES]
+    powers = np.exp(np.take_along_axis(logits - logits.max(1, keepdims=True), chosen, 1))
+    return {"shares": powers / powers.sum(1, keepdims=True), "chosen": chosen, "listed": np.ones(1)}
+
+
+def experts_gate_up(names: str) -> Arrays:
+    x, weight = normalized(columns(names)), dense(names, (EXPERTS * EXPERT_OUTPUTS,) * 2, 24).reshape(2, EXPERTS, EXPERT_OUTPUTS, -1)
+    gate, up = (np.einsum("ti,tcoi->tco", x, half[CHOSEN]) for half in weight)
+    return {"y": (gate / (1 + np.exp(-gate)) * up).reshape(PERIOD, -1)}
+
+
+def experts_down(names: str) -> Arrays:
+    h = expert_inputs(columns(names)).astype(np.float64)
+    weight = dense(names, (EXPERTS * EXPERT_OUTPUTS,), 25).reshape(EXPERTS, EXPERT_OUTPUTS, -1)
+    outputs = np.einsum("tci,tcoi->tco", h, weight[CHOSEN])
+    return {"y": (outputs * SHARES[..., None]).sum(1) + numbers(7, PERIOD, EXPERT_OUTPUTS)}
+
+
 def qkv(names: str) -> Arrays:
     H, K, D = HEADS, KV_HEADS, HEAD_DIM
     y = normalized(columns(names)) @ dense(names, QKV_OUTPUTS, 10).T + numbers(11, (H + 2 * K) * D)
@@ -51,4 +78,5 @@ def qkv(names: str) -> Arrays:
 
 def mixed_answer(case: Case) -> Arrays:
     """The answer of a product whose parts are in several formats; there are too many of these to record."""
-    return {"norm_gate_up_silu": gate_up, "norm_qkv_rope_store": qkv}[case.stem](case.format)
+    answers = {"norm_gate_up_silu": gate_up, "norm_qkv_rope_store": qkv, "experts_gate_up_silu": experts_gate_up}
+    return answers[case.stem](case.format)

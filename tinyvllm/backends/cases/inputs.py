@@ -23,6 +23,10 @@ HEADS, KV_HEADS, HEAD_DIM = 2, 1, 32  # of norm_qkv_rope_store
 QKV_OUTPUTS = tuple(heads * HEAD_DIM for heads in (HEADS, KV_HEADS, KV_HEADS))
 QUERY_HEADS, GROUPS = 4, 2  # of attention
 DRAWN = 300  # vocabulary of the draw
+ROUTED, ROUTES = 20, 3  # experts that are chosen from, and how many a row has: in norm_route
+EXPERTS, EXPERT_OUTPUTS = 3, 16  # whose weights are multiplied
+CHOSEN = np.array([[2, 0], [0, 2], [1, 2], [2, 1], [0, 1]], np.int32)  # of each of PERIOD rows
+SHARES = np.array([[0.75, 0.25], [0.5, 0.5], [1.0, 0.125], [0.625, 0.375], [0.875, -0.25]], np.float32)
 
 Arrays = dict[str, np.ndarray]
 
@@ -61,6 +65,12 @@ def activations(I: int) -> np.ndarray:
     signs = integers(2, 0, 2, PERIOD, I // 2, 2) * 2 - 1
     swapped: np.ndarray = np.where(integers(3, 0, 2, PERIOD, I // 2, 1) == 1, pairs[..., ::-1], pairs)
     return np.asarray(swapped * signs / 64).astype(np.float32).reshape(PERIOD, I)
+
+
+def expert_inputs(I: int) -> np.ndarray:
+    """float32 [PERIOD, 2, I]: of each of a row's two experts another row of `activations`."""
+    rows = activations(I)
+    return np.stack([rows, rows[(np.arange(PERIOD) + 2) % PERIOD]], axis=1)
 
 
 def norm_weight(I: int) -> np.ndarray:

@@ -9,6 +9,7 @@ import numpy as np
 from tinyvllm.backends.cases.attention import attention_decode, attention_prefill, kv_append, kv_copy
 from tinyvllm.backends.cases.case import TESTED, Case
 from tinyvllm.backends.cases.expected import mixed_answer
+from tinyvllm.backends.cases.experts import experts_down, experts_gate_up_silu, norm_route
 from tinyvllm.backends.cases.inputs import PERIOD, Arrays, repeated
 from tinyvllm.backends.cases.products import embed, matmul, norm_gate_up_silu, norm_head, norm_qkv_rope_store, pack_tiles
 from tinyvllm.backends.cases.site import Site
@@ -23,6 +24,9 @@ CASES: Mapping[str, Run] = {
     "attention_prefill": attention_prefill,
     "matmul": matmul,
     "norm_gate_up_silu": norm_gate_up_silu,
+    "norm_route": norm_route,
+    "experts_gate_up_silu": experts_gate_up_silu,
+    "experts_down": experts_down,
     "norm_head": norm_head,
     "advance": advance,
     "kv_copy": kv_copy,

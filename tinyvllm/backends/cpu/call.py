@@ -9,9 +9,11 @@ from tinygrad import Tensor
 
 from tinyvllm.backends import policies
 from tinyvllm.backends.buffers import cache_format, constant, empty, integers, present, scratch
+from tinyvllm.backends.cpu.experts import ExpertKernels
 from tinyvllm.backends.cpu.graph import CpuGraph
 from tinyvllm.backends.cpu.launch import compile_ahead, launch, row_numbers
 from tinyvllm.backends.cpu.limits import LIMITS
+from tinyvllm.backends.cpu.prepared import MAX_THREADS, prepared_bytes
 from tinyvllm.backends.cpu.toolchain import compiler_state, cpu_features, processor, processor_name
 from tinyvllm.backends.kernel import Constant, Kernel
 from tinyvllm.backends.limits import ShapeFacts, first_reason
@@ -27,10 +29,10 @@ from tinyvllm.bridge import (
     time_generated_kernels,
     use_graph,
 )
-from tinyvllm.integers import ceil_div, round_up
+from tinyvllm.integers import ceil_div
 from tinyvllm.placement import Placement, RankGroup
-from tinyvllm.quant.formats import Activations, Layout, activations_of
-from tinyvllm.quant.layouts import BLOCK, PackedWeight, RowSource, panel_bytes, row_bytes
+from tinyvllm.quant.formats import Layout
+from tinyvllm.quant.layouts import PackedWeight, RowSource, panel_bytes, row_bytes
 from tinyvllm.quant.slices import ColumnShare, RowShare
 
 # What a processor must have for each variant, by Linux's names of its features.
@@ -43,11 +45,10 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 
 PARTITION = 256  # keys that one unit of work of attention_decode reads
-_MAX_THREADS = 64  # areas in the scratch of attention_prefill and sample
 _REPORT_BYTES, _SAMPLE_CHUNK = 192, 128  # of sample.c: what a thread tells the others, and tokens of a chunk
 
 
-class CpuBackend:
+class CpuBackend(ExpertKernels):
     """Kernels in C for x86-64 and ARM."""
 
     name = "cpu"
@@ -149,7 +150,7 @@ class CpuBackend:
     ) -> Tensor:  # fmt: skip
         (T, H, D), K = (int(d) for d in q.shape), cache.K
         rows = H // K * max(1, 128 // (H // K))
-        areas = empty(q, _MAX_THREADS * (128 * D + rows * (3 * D + 32)))
+        areas = empty(q, MAX_THREADS * (128 * D + rows * (3 * D + 32)))
         # the values' alias: a tensor that two kernels read after a store is copied, the whole pool
         ins = [q, cache.values, batch.block_tables, batch.context_lens, batch.query_starts, batch.chunks]
         constants = Attention.of(q, cache, scale, window, batch, cap).defines
@@ -242,7 +243,7 @@ class CpuBackend:
         adjusted, filtered = features["PENALIZED"] or features["BIASED"], features["TOP_K"] or features["TOP_P"] or features["MIN_P"]
         numbers = int(adjusted) * V + int(filtered) * (V + ceil_div(V, _SAMPLE_CHUNK))
         seen = draw.seen or ()
-        outs = [integers(logits, B), draw.lines, scratch(logits, 2 * _MAX_THREADS * _REPORT_BYTES + 4 * B * numbers), *seen[:1]]
+        outs = [integers(logits, B), draw.lines, scratch(logits, 2 * MAX_THREADS * _REPORT_BYTES + 4 * B * numbers), *seen[:1]]
         ins = [logits, *seen[1:], *present(draw.bias), draw.count]
         defines = {name: int(on) for name, on in features.items()}
         work = 4 * B * V * (1 + 2 * sum(defines.values()))
@@ -261,9 +262,3 @@ def _slices(share: ColumnShare) -> dict[str, Constant]:
 def _lacking(needs: tuple[str, ...], has: frozenset[str]) -> str | None:
     missing = [need for need in needs if need not in has]
     return f"the processor has no {', '.join(missing)}" if missing else None
-
-
-def prepared_bytes(format: str, T: int, I: int) -> int:
-    """Scratch for T rows in any variant, as kernels/cpu/include/product.h has them: an odd number of cache lines each."""
-    integers = activations_of(format, Layout.PANELS) is Activations.INT8
-    return round_up(T, 16) * 64 * (ceil_div(I // BLOCK * 76 if integers else 4 * I, 64) | 1)

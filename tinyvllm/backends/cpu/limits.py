@@ -5,6 +5,7 @@ from __future__ import annotations
 from tinyvllm.backends.limits import (
     Limits,
     between,
+    grouped_rows,
     matrices,
     multiple_of,
     no_layer_norm,
@@ -29,6 +30,9 @@ LIMITS: Limits = {
     "attention_prefill": _ATTENTION,
     "matmul": (_INPUTS, _ONE_FORMAT, normed_in_sixteens),
     "norm_gate_up_silu": (multiple_of("outputs", 16), _INPUTS, no_layer_norm),
+    "norm_route": (_INPUTS, _ONE_FORMAT, no_layer_norm),
+    "experts_gate_up_silu": (multiple_of("outputs", 16), _INPUTS, no_layer_norm, grouped_rows),
+    "experts_down": (multiple_of("outputs", 16), _INPUTS, _ONE_FORMAT, grouped_rows),
     "norm_head": (_INPUTS, _ONE_FORMAT),
     "advance": (),
     "kv_copy": (multiple_of("block_bytes", 8),),

@@ -1,0 +1,112 @@
+// Which experts of a mixture each row has, with what shares, and the order of work by expert:
+// logits = rmsnorm(x) . weight^T; the C experts with the largest logits, the largest first, the lower number of equals; their shares of
+// the softmax over all logits, or of that over the chosen ones if RENORMALIZE.
+//
+//   shares    [T, C] float32
+//   chosen    [T, C] int32
+//   order     [T C] int32      places after the last row's are unchanged
+//   tasks     [1 + 3 N] int32  both: experts.h
+//   scratch   PREPARED_BYTES(E) (product.h) for every row, T rounded up to a multiple of 16; then LOGITS float32 for every row; 64-byte aligned
+//   x         [T, E] float32
+//   norm      [E] float32      RMS norm's weights; EPS inside the root; not if NORM == NO_NORM
+//   weight    panels (format.h) [X, E] of the router
+//   rows      [1] int32        how many rows of x there are, 0 to T; further rows of the results are unchanged
+//
+// E % 32 == 0, C <= X <= 4096. A row with a logit that is not finite has NaN for shares. Units of work: a row to prepare; a pair of panels
+// with PIECE rows; a row to choose for. Then one thread counts.
+#define I E
+#include "experts.h"
+#include "norm.h"
+#include "product.h"
+#include "thread_team.h"
+
+#define PANELS ((X + 15) / 16)
+#define LOGITS (PANELS * 16)
+
+static inline void multiply_rows(float *logits, const uint8_t *a, const uint8_t *b, const uint8_t *next, const uint8_t *prepared,
+                                 int count);
+static inline void choose(float *logits, float *shares, int32_t *chosen);
+static inline void list_tasks(const int32_t *chosen, int pairs, int32_t *order, int32_t *tasks);
+
+static void norm_route(float *shares, int32_t *chosen, int32_t *order, int32_t *tasks, void *scratch, const float *x,
+                       NORM_ARGUMENT const void *weight, const int32_t *rows, const struct thread_team *team) {
+  const int count = rows[0], pairs = (PANELS + 1) / 2, pieces = (count + PIECE - 1) / PIECE;
+  uint8_t *prepared = scratch;
+  float *logits = (float *)(prepared + (count + 15) / 16 * 16 * PREPARED);
+  for (int t = next_unit(team); t < count; t = next_unit(team)) prepare_normed(prepared + t * PREPARED, x + (long)t * E, norm, 0);
+  barrier(team);
+  for (int unit = next_unit(team); unit < pairs * pieces; unit = next_unit(team)) {
+    const int pair = unit / pieces, from = unit % pieces * PIECE, many = count - from < PIECE ? count - from : PIECE;
+    const uint8_t *a = (const uint8_t *)weight + 2 * pair * PANEL, *b = 2 * pair + 1 < PANELS ? a + PANEL : a;
+    multiply_rows(logits + (long)from * LOGITS + pair * 32, a, b, pair + 1 < pairs ? a + 2 * PANEL : a, prepared + from * PREPARED, many);
+  }
+  barrier(team);
+  for (int t = next_unit(team); t < count; t = next_unit(team))
+    choose(logits + (long)t * LOGITS, shares + (long)t * C, chosen + (long)t * C);
+  barrier(team);
+  if (team->thread == 0) list_tasks(chosen, count * C, order, tasks);
+}
+
+// The logits of `count` rows for two panels, or for one where `b` is `a`; `logits` is the first of them.
+static inline void multiply_rows(float *logits, const uint8_t *a, const uint8_t *b, const uint8_t *next, const uint8_t *prepared,
+                                 int count) {
+  for (int t = 0, tokens; t < count; t += tokens) {
+    float tile[MAX_TOKENS * 32];
+    tokens = tile_tokens(count - t);
+    panel_dot(a, b, t + tokens < count ? a : next, prepared + t * PREPARED, tokens, tile, 32);
+    for (int r = 0; r < tokens; r++) {
+      for (int c = 0; c < (a == b ? 16 : 32); c += 16) v16_store(logits + (long)(t + r) * LOGITS + c, v16_load(tile + r * 32 + c));
+    }
+  }
+}
+
+// chosen[C], the places of the C largest of logits[X]: insertion into a sorted list. A NaN counts as less than any number.
+static inline void choose_largest(const float *logits, int32_t *chosen) {
+  float held[C];
+  for (int e = 0, n = 0; e < X; e++) {
+    const float logit = logits[e] == logits[e] ? logits[e] : -__builtin_inff();
+    if (n == C && !(logit > held[C - 1])) continue;
+    int at = n < C ? n++ : C - 1;
+    for (; at > 0 && logit > held[at - 1]; at--) held[at] = held[at - 1], chosen[at] = chosen[at - 1];
+    held[at] = logit, chosen[at] = e;
+  }
+}
+
+// The experts of a row and their shares; logits become e^(logit - largest).
+static inline void choose(float *logits, float *shares, int32_t *chosen) {
+  choose_largest(logits, chosen);
+  const float largest = logits[chosen[0]];
+  for (int e = X; e < LOGITS; e++) logits[e] = largest - 100.0f;  // e^-100 is 0 here
+  v16 sums = v16_set(0.0f), odd = v16_set(0.0f);
+  for (int e = 0; e < LOGITS; e += 16) {
+    const v16 logit = v16_load(logits + e), power = v16_exp(v16_sub(logit, v16_set(largest)));
+    odd = v16_fma(logit, v16_set(0.0f), odd);
+    sums = v16_add(sums, power);
+    v16_store(logits + e, power);
+  }
+  float sum = v16_sum(sums);
+  if (RENORMALIZE) {
+    sum = 0.0f;
+    for (int c = 0; c < C; c++) sum += logits[chosen[c]];
+  }
+  const int finite = v16_sum(odd) == 0.0f;
+  for (int c = 0; c < C; c++) shares[c] = finite ? logits[chosen[c]] / sum : __builtin_nanf("");
+}
+
+// Sorts the pairs by expert, by counting, and cuts what each expert has into tasks.
+static inline void list_tasks(const int32_t *chosen, int pairs, int32_t *order, int32_t *tasks) {
+  int32_t ends[X], count = 0;
+  for (int e = 0; e < X; e++) ends[e] = 0;
+  for (int p = 0; p < pairs; p++) ends[chosen[p]]++;
+  for (int e = 0, start = 0; e < X; e++) {
+    const int end = start + ends[e];
+    for (int first = start; first < end; first += PIECE, count++) {
+      int32_t *task = tasks + 1 + 3 * count;
+      task[0] = e, task[1] = first, task[2] = first + PIECE < end ? first + PIECE : end;
+    }
+    ends[e] = start;  // where the next pair of this expert goes
+    start = end;
+  }
+  for (int p = 0; p < pairs; p++) order[ends[chosen[p]]++] = p;
+  tasks[0] = count;
+}

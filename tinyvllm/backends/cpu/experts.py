@@ -1,0 +1,86 @@
+"""Calls of the CPU kernels of a mixture of experts."""
+
+from __future__ import annotations
+
+from tinygrad import Tensor
+
+from tinyvllm.backends import policies
+from tinyvllm.backends.buffers import constant, empty, integers, present, scratch
+from tinyvllm.backends.cpu.launch import launch
+from tinyvllm.backends.cpu.prepared import MAX_THREADS, prepared_bytes
+from tinyvllm.backends.kernel import Constant, Kernel
+from tinyvllm.backends.operands import KernelWeight, NormWeights, Routing, RoutingPolicy, packed, packed_parts
+from tinyvllm.integers import round_up
+from tinyvllm.quant.layouts import panel_bytes
+
+_PIECE = 96  # places of a task (kernels/cpu/include/experts.h)
+_TILE = 24  # rows that a thread gathers: TILE_ROWS of experts.h
+
+
+class ExpertKernels:
+    """The methods of `CpuBackend` for experts. The weights of all experts are one matrix, one expert's rows after the other's."""
+
+    def norm_route(
+        self, variant: str, x: Tensor, norm: NormWeights | None, router: KernelWeight, rows: Tensor, policy: RoutingPolicy
+    ) -> Routing:
+        router = packed(router)
+        (T, E), X, C = (int(d) for d in x.shape), policy.experts, policy.chosen
+        ins = [x, *present(None if norm is None else norm.weight), router.tensor, rows]
+        kernel = Kernel.cpu(
+            "norm_route", variant, 5, len(ins), 2 * T * E * X, panel_bytes(router.format, X, E) + 4 * T * (E + X + 4 * C),
+            E=E, X=X, C=C, WEIGHT=router.format, RENORMALIZE=int(policy.renormalize), **_norm(norm),
+        )  # fmt: skip
+        tasks = min(X, T * C) + T * C // _PIECE
+        working = scratch(x, prepared_bytes(router.format, T, E) + 4 * T * round_up(X, 16))
+        outs = [empty(x, T, C), integers(x, T, C), integers(x, T * C), integers(x, 1 + 3 * tasks), working]
+        shares, chosen, order, listed, _ = launch(kernel, outs, ins)
+        return Routing(shares, chosen, (order, listed))
+
+    def experts_gate_up_silu(
+        self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, routing: Routing, rows: Tensor, experts: int,
+        gelu: bool = False,
+    ) -> Tensor:  # fmt: skip
+        (T, C), E, F = (int(d) for d in routing.chosen.shape), weight.I, weight.O // 2 // experts
+        out, parts = empty(x, T * C, F), packed_parts(weight)
+        for half, part in zip(("BOTH",) if len(parts) == 1 else ("GATE", "UP"), parts, strict=True):
+            ins = [x, *present(None if norm is None else norm.weight), part.tensor, *_groups(routing), rows]
+            kernel = Kernel.cpu(
+                "experts_gate_up_silu", variant, 2, len(ins), 2 * T * C * E * part.O // experts,
+                _read_bytes(part.format, part.O, E, experts, T * C) + 4 * T * (E + C * F),
+                E=E, F=F, X=experts, C=C, WEIGHT=part.format, HALF=half, **_norm(norm), **policies.gate(gelu),
+            )  # fmt: skip
+            out, _ = launch(kernel, [out, scratch(x, _scratch_bytes(part.format, T, E))], ins)
+        return out
+
+    def experts_down(
+        self, variant: str, h: Tensor, weight: KernelWeight, routing: Routing, rows: Tensor, experts: int, residual: Tensor | None
+    ) -> Tensor:
+        weight = packed(weight)
+        (T, C), E, F = (int(d) for d in routing.chosen.shape), weight.O // experts, weight.I
+        ins = [h, weight.tensor, routing.shares, *_groups(routing), *present(residual), rows]
+        kernel = Kernel.cpu(
+            "experts_down", variant, 3, len(ins), 2 * T * C * E * F,
+            _read_bytes(weight.format, weight.O, F, experts, T * C) + 4 * T * (C * F + 2 * C * E + E),
+            E=E, F=F, X=experts, C=C, WEIGHT=weight.format, RESIDUAL=int(residual is not None),
+        )  # fmt: skip
+        outs = [empty(h, T, E), empty(h, T * C, E), scratch(h, _scratch_bytes(weight.format, T * C, F))]
+        return launch(kernel, outs, ins)[0]
+
+
+def _norm(norm: NormWeights | None) -> dict[str, Constant]:
+    return {"NORM": "NO_NORM"} if norm is None else {"EPS": constant(norm.eps)}
+
+
+def _groups(routing: Routing) -> tuple[Tensor, Tensor]:
+    assert routing.groups is not None, "limits.py"
+    return routing.groups
+
+
+def _scratch_bytes(format: str, rows: int, I: int) -> int:
+    """Scratch for `rows` prepared rows, and for a tile of them for each thread."""
+    return prepared_bytes(format, rows, I) + prepared_bytes(format, MAX_THREADS * _TILE, I)
+
+
+def _read_bytes(format: str, O: int, I: int, experts: int, pairs: int) -> int:
+    """At most what is read of a matrix of all experts."""
+    return panel_bytes(format, O, I) * min(experts, pairs) // experts

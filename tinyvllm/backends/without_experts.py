@@ -1,0 +1,27 @@
+"""The methods of a backend that has no kernels for mixtures of experts: its stems lack them, so the reference computes them."""
+
+from __future__ import annotations
+
+from tinygrad import Tensor
+
+from tinyvllm.backends.operands import KernelWeight, NormWeights, Routing, RoutingPolicy
+
+
+class WithoutExperts:
+    """A base of backends on which experts are computed by the reference."""
+
+    def norm_route(
+        self, variant: str, x: Tensor, norm: NormWeights | None, router: KernelWeight, rows: Tensor, policy: RoutingPolicy
+    ) -> Routing:
+        raise NotImplementedError("kernels: experts have kernels on the CPU only")
+
+    def experts_gate_up_silu(
+        self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, routing: Routing, rows: Tensor, experts: int,
+        gelu: bool = False,
+    ) -> Tensor:  # fmt: skip
+        raise NotImplementedError("kernels: experts have kernels on the CPU only")
+
+    def experts_down(
+        self, variant: str, h: Tensor, weight: KernelWeight, routing: Routing, rows: Tensor, experts: int, residual: Tensor | None
+    ) -> Tensor:
+        raise NotImplementedError("kernels: experts have kernels on the CPU only")

@@ -1,0 +1,117 @@
+"""A mixture of experts: which experts a row has, and their gated feed-forward layers (Shazeer et al., 2017, arXiv:1701.06538).
+
+The weights of all X experts are one matrix, one expert's rows after the other's: gate of all [X F, E] and then up of all, and down of all
+[X E, F]. Each of a row's C experts has the products of `gate_up_silu` and `linear` with its matrices, with x rounded as they round it. A
+row's result is summed over its experts in the order of their shares, the largest first, whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tinygrad import Tensor, dtypes
+
+from tinyvllm.backends.operands import Routing, RoutingPolicy, TensorWeight, Weight
+from tinyvllm.backends.registry import select
+from tinyvllm.ops.facts import product_facts
+from tinyvllm.ops.linear import add_output, matrices_with_rounding, product, rounded
+from tinyvllm.ops.norm import Norm
+from tinyvllm.placement import Placement
+from tinyvllm.quant.formats import Activations
+
+__all__ = ["Routing", "RoutingPolicy", "experts_down", "experts_gate_up_silu", "norm_route"]
+
+
+def norm_route(x: Tensor, norm: Norm | None, router: Weight, rows: Tensor, policy: RoutingPolicy) -> Routing:
+    """The experts of each row of the normalised x [T, E]: those with the largest logits, which are products with `router` [X, E], the
+    lower number of equals. `rows` [1] int32 is how many rows count. Shares of a row with a NaN are NaN.
+    """
+    if not isinstance(router, TensorWeight):
+        placement, shape = Placement.of(x.device), f"{policy.chosen} of {router.O}x{router.I} {router.format}"
+        kernel = select("norm_route", placement, shape, product_facts(placement, router, norm))
+        if kernel is not None:
+            return kernel.backend.norm_route(kernel.variant, x, norm, router, rows, policy)
+    logits = product(x if norm is None else norm(x).contiguous(), router).contiguous()
+    chosen = _largest(logits, policy.chosen).contiguous()
+    if policy.renormalize:
+        return Routing(logits.gather(1, chosen).softmax(1).contiguous(), chosen)
+    return Routing(logits.softmax(1).gather(1, chosen).contiguous(), chosen)
+
+
+def _largest(logits: Tensor, count: int) -> Tensor:
+    """The places of the `count` largest numbers of each row, int32 [T, count], the largest first and of equals the first."""
+    X = int(logits.shape[1])
+    places = Tensor.arange(X, device=logits.device)
+    own, other = logits.unsqueeze(2), logits.unsqueeze(1)
+    ahead = (other > own) | ((other == own) & (places.unsqueeze(0) < places.unsqueeze(1)))
+    ranks = ahead.sum(2).unsqueeze(1)  # [T, 1, X]: how many are before
+    wanted = Tensor.arange(count, device=logits.device).reshape(1, count, 1)
+    return (ranks == wanted).where(places, 0).max(2).cast(dtypes.int32)
+
+
+def experts_gate_up_silu(
+    x: Tensor, norm: Norm | None, weight: Weight, routing: Routing, rows: Tensor, experts: int, gelu: bool = False
+) -> Tensor:
+    """silu(gate) * up of the normalised x [T, E] with each of a row's experts, float32 [T * C, F]: pair t C + c is row t with its c-th.
+
+    weight [2 X F, E]; with `gelu` gelu(gate) * up.
+    """
+    F = weight.O // 2 // experts
+    if not isinstance(weight, TensorWeight):
+        placement, facts = Placement.of(x.device), product_facts(Placement.of(x.device), weight, norm, outputs=F)
+        shape = f"{experts} times {weight.I}->{F} {weight.format}{' gelu' * gelu}"
+        kernel = select("experts_gate_up_silu", placement, shape, replace(facts, gelu=gelu, ungrouped=routing.groups is None))
+        if kernel is not None:
+            return kernel.backend.experts_gate_up_silu(kernel.variant, x, norm, weight, routing, rows, experts, gelu)
+    x = (x if norm is None else norm(x).contiguous()).unsqueeze(1)
+    gate, up = (_products(x, *matrix, routing.chosen) for matrix in _stacks(weight, experts, 2))
+    return ((gate.gelu() if gelu else gate.silu()) * up).reshape(-1, F)
+
+
+def experts_down(
+    h: Tensor,
+    weight: Weight,
+    routing: Routing,
+    rows: Tensor,
+    experts: int,
+    residual: Tensor,
+    norm: Norm | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """residual [T, E] + scale * norm(the sum over a row's experts of share * (h . weight^T)), float32 [T, E].
+
+    h [T * C, F] as `experts_gate_up_silu` returns it; weight [X E, F].
+    """
+    if norm is not None or scale != 1.0:
+        return add_output(residual, _weighted(h, weight, routing, rows, experts, None), norm, scale)
+    return _weighted(h, weight, routing, rows, experts, residual)
+
+
+def _weighted(h: Tensor, weight: Weight, routing: Routing, rows: Tensor, experts: int, residual: Tensor | None) -> Tensor:
+    if not isinstance(weight, TensorWeight):
+        placement, E = Placement.of(h.device), weight.O // experts
+        facts = replace(product_facts(placement, weight, outputs=E), ungrouped=routing.groups is None)
+        kernel = select("experts_down", placement, f"{experts} times {E}x{weight.I} {weight.format}", facts)
+        if kernel is not None:
+            return kernel.backend.experts_down(kernel.variant, h, weight, routing, rows, experts, residual)
+    T, C = (int(d) for d in routing.chosen.shape)
+    (matrix,) = _stacks(weight, experts, 1)
+    outputs = _products(h.reshape(T, C, -1), *matrix, routing.chosen)
+    y = (outputs * routing.shares.unsqueeze(2)).sum(1)
+    return y if residual is None else y + residual
+
+
+def _stacks(weight: Weight, experts: int, count: int) -> list[tuple[Activations, Tensor]]:
+    """The `count` matrices of each expert, float32 [X, O, I], and how x is rounded for them."""
+    rows = weight.O // count
+    found = []
+    for activations, matrix in matrices_with_rounding(weight):
+        for start in range(0, int(matrix.shape[0]), rows):
+            found.append((activations, matrix[start : start + rows].reshape(experts, rows // experts, weight.I)))
+    return found
+
+
+def _products(x: Tensor, activations: Activations, matrices: Tensor, chosen: Tensor) -> Tensor:
+    """x [T, C or 1, I] times the chosen matrices [X, O, I], transposed: float32 [T, C, O]."""
+    x = rounded(x.float().reshape(-1, int(x.shape[2])), activations).reshape(*x.shape)
+    return (x.unsqueeze(2) @ matrices[chosen].transpose(2, 3)).contiguous().squeeze(2)
