@@ -30,7 +30,7 @@ from tinyvllm.weights.checkpoint import Checkpoint
 from tinyvllm.weights.identity import weights_digest
 from tinyvllm.weights.mapping import allocate
 
-VERSION = 2  # of the panels' layout; a change invalidates all cached files
+VERSION = 3  # of the panels' layout; a change invalidates all cached files
 MIN_BYTES = 64 << 20  # of weights: below this, packing again takes less time than caching is worth
 MAX_FOLDER_BYTES = 128 << 30  # of all models together; those used least recently are removed for a new one
 _ROOM = "weights"
