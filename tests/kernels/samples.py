@@ -14,6 +14,7 @@ import numpy as np
 
 from tests.formats import sampled_formats
 from tests.kernels.calling import aligned
+from tinyvllm.backends.cpu.toolchain import cpu_features
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.batch import NO_SLOT, KVLayout
 from tinyvllm.quant.formats import FORMATS, Activations, Layout
@@ -52,9 +53,10 @@ def panels(weight: str, rows: int, width: int) -> np.ndarray:
 
 def prepared(weight: str, target: str, rows: int, width: int) -> np.ndarray:
     """Scratch of a product: product.h's PREPARED_BYTES for every row, rows counted up to a multiple of 16."""
-    wide = target == "avx2" and (weight in ("Q8_0", "IQ4_NL", "IQ4_XS") or weight.startswith("INT8_"))
+    dots, pairs = (target == "avx512" and feature in cpu_features() for feature in ("avx512_vnni", "avx512_bf16"))
+    wide = target in ("avx2", "avx512") and not dots and (weight in ("Q8_0", "IQ4_NL", "IQ4_XS") or weight.startswith("INT8_"))
     group = (64 if wide else 32) + 4 + (8 if weight in ("Q2_K", "Q3_K", "Q6_K", "NVFP4_G128") else 4)
-    floats = 2 * width if weight == "BF16" and target not in ("avx2", "avxvnni") else 4 * width
+    floats = 2 * width if weight == "BF16" and (pairs or target in ("neon", "plain")) else 4 * width
     row = {Activations.INT8: width // 32 * group}.get(FORMATS[weight].activations, floats)
     return blank(-(-rows // 16) * 16 * 64 * (-(-row // 64) | 1), dtype="uint8")
 

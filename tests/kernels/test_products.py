@@ -208,14 +208,25 @@ def test_the_largest_integers_do_not_overflow(format: str, target: str) -> None:
         )
 
 
-@pytest.mark.skipif("avx_vnni" not in cpu_features(), reason="needs a processor with AVX-VNNI")
-@pytest.mark.parametrize("format", ["Q8_0", "Q6_K", "INT4_G32"])
-def test_dot_products_of_bytes_have_the_bits_of_avx2(format: str) -> None:
+_WITHOUT = ("-mno-avx512bf16", "-mno-avx512vnni", "-mno-avx512vbmi")
+
+
+@pytest.mark.parametrize("format", ["BF16", "Q8_0", "Q6_K", "INT4_G32"])
+@pytest.mark.parametrize(
+    "target, feature, flags", [("avxvnni", "avx_vnni", ()), ("avx512", "avx512dq", _WITHOUT)], ids=["avxvnni", "avx512"]
+)
+def test_variants_with_fewer_or_more_dot_products_have_the_bits_of_avx2(
+    target: str, feature: str, flags: tuple[str, ...], format: str
+) -> None:
+    if feature not in cpu_features():
+        pytest.skip(f"needs a processor with {feature}")
     panels, _ = pack(numbers(40, 256), format)
     for T in (1, 5, 26):
-        x = numbers(T, 256)
-        one, other = (matmul(matmul_kernel(256, 40, format, target), x, panels) for target in ("avxvnni", "avx2"))
-        assert (one.view(np.uint32) == other.view(np.uint32)).all(), f"T={T}"
+        x, results = numbers(T, 256), []
+        for variant, extra in ((target, flags), ("avx2", ())):
+            results.append(poison(T, 40))
+            call(matmul_kernel(256, 40, format, variant), results[-1], scratch(T, 256), x, panels, one(T), extra=extra)
+        assert (results[0].view(np.uint32) == results[1].view(np.uint32)).all(), f"T={T}"
 
 
 # --- the fused ones: norms ahead of the product, and what is done with its results

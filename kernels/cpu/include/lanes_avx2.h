@@ -2,7 +2,7 @@
 #pragma once
 #include <immintrin.h>
 
-// A broadcast of a float32 in memory is part of a load, one of a half word is three instructions: x is stored for that (formats/bf16.h).
+// A broadcast of a float32 in memory is part of a load, one of a half word takes three instructions: x is stored for that (formats/bf16.h).
 #define BF16_AS_FLOATS 1
 #ifndef __AVXVNNI__
 #define SHORT_DOTS 1  // without dot products of bytes, products of two bytes are added in 16 bits, as many as fit (x_group.h)

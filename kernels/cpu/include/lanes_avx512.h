@@ -1,6 +1,13 @@
-// lanes.h in AVX-512: one register each. BF16 and VNNI instructions where the processor has them.
+// lanes.h in AVX-512: one register each. BF16 and VNNI instructions where the processor has them; without them, products as in lanes_avx2.h.
 #pragma once
 #include <immintrin.h>
+
+#ifndef __AVX512BF16__
+#define BF16_AS_FLOATS 1
+#endif
+#ifndef __AVX512VNNI__
+#define SHORT_DOTS 1
+#endif
 
 typedef __m512 v16;
 typedef __m512i w16;
@@ -131,6 +138,19 @@ static inline i16 i16_dot_u4s8(i16 acc, w16 w, uint32_t x) {
 static inline v16 v16_from_e4m3(w16 w, int j) {
   const __m512i top = _mm512_srai_epi32(_mm512_slli_epi32(w, (unsigned)(24 - 8 * j)), 4);
   return _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(top, _mm512_set1_epi32((int)0x87F00000))), _mm512_set1_ps(0x1p120f));
+}
+
+// Of part_sum (x_group.h), as in lanes_avx2.h.
+static inline w16 dot_pairs(w16 w, uint32_t x) { return _mm512_maddubs_epi16(w, _mm512_set1_epi32((int)x)); }
+static inline i16 dot_shorts(w16 w, uint32_t x) { return _mm512_madd_epi16(w, _mm512_set1_epi32((int)x)); }
+static inline w16 add_shorts(w16 a, w16 b) { return _mm512_add_epi16(a, b); }
+static inline i16 add_ints(i16 a, i16 b) { return _mm512_add_epi32(a, b); }
+static inline w16 even_bytes(w16 w) { return _mm512_and_si512(w, _mm512_set1_epi16(0xFF)); }
+static inline w16 odd_bytes(w16 w) { return _mm512_srli_epi16(w, 8); }
+#define KEEP_ORDER(x) __asm__ volatile("" : "+v"(x))
+static inline void store_wide(int16_t *p, v16 a) {
+  const __m256i words = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a));
+  _mm256_storeu_si256((__m256i *)p, _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xD8), 0xD8));
 }
 
 // Sixteen int8 from float32 (whole numbers from -127 to 127), and their sum.
