@@ -108,7 +108,11 @@ static inline void prepare_row(uint8_t *row, const float *x) {
 // How many bytes ahead weights are prefetched; hardware alone stops at every page. More work on a line needs no less of it: the lines
 // that have arrived must hide the latency of memory, and slow lines leave the hardware's own prefetch idle.
 // One panel's last bytes prefetch the first of the next: without that a core reads a quarter less (Q4_0: 18 KB a panel).
+#ifdef LANES_AVX2
+#define AHEAD(panels, tokens) ((panels) == 2 ? 4096 : 8192)
+#else
 #define AHEAD(panels, tokens) ((panels) == 2 ? 2048 : (tokens) <= 2 ? 4096 : 8192)
+#endif
 
 // Prefetch of the `bytes` that are AHEAD of `at` in a panel; what would be after its end is taken from the start of `next_panel`.
 INLINE void fetch_ahead(const uint8_t *panel, const uint8_t *next_panel, const long at, const int bytes, const int ahead) {
