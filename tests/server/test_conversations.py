@@ -219,6 +219,27 @@ def test_the_list(page: browser.Browser) -> None:
     assert not page.messages
 
 
+def test_a_title_is_written_while_the_list_changes(page: browser.Browser) -> None:
+    answers(page, "one")
+    ask(page, "first")
+    answers(page, "two")
+    alt(page, "r")
+    settled(page)
+    alt(page, "c")
+    page.wait("!!document.querySelector('#conversations .open')")
+    alt(page, "j")  # the list has the conversation as it was before
+    click(page, "✎", "#conversations")
+    page.run("document.activeElement.value = 'mine'")
+    fill(page, "#search", "")  # draws the list
+    page.run("new Promise(done => setTimeout(done, 50))")
+    assert page.run("document.activeElement.value") == "mine"
+    page.press("Enter", number=13)
+    page.wait("document.querySelector('#conversations .open')?.textContent === 'mine'")
+    page.reload()
+    page.wait("document.querySelectorAll('.message').length === 2")
+    assert body(page) == "one"
+
+
 def test_answers_continue_while_other_conversations_are_shown(page: browser.Browser) -> None:
     """Two conversations run at the same time: the server is made for batches."""
     page.run("""window.ends = []; window.real ??= window.fetch; window.fetch = async (to, options) => {
@@ -397,6 +418,7 @@ def test_a_full_storage_loses_nothing(page: browser.Browser) -> None:
         page.call("Storage.overrideQuotaForOrigin", origin=origin)
     answers(page, "again")
     ask(page, "more")
+    notice(page, "All is saved now.")
     page.reload()  # without a question: all is saved
     page.wait("document.querySelectorAll('.message').length === 4")
     assert len(rows(page, "messages")) == 6 and not page.dialogs

@@ -32,7 +32,7 @@ function enter(conversation) {
 }
 
 async function open(id) {
-  const turn = ++opened, [head] = (await storage.heads()).filter(one => one.id === id);
+  const turn = ++opened, head = await storage.headOf(id);
   const found = running.get(id) ?? (head && new Conversation(head, await storage.messagesOf(id)));
   if (turn === opened && found) enter(found);
 }
@@ -53,7 +53,7 @@ function removed(id) {
 // Another tab has changed or deleted the conversation `id`.
 async function changedElsewhere(id) {
   drawList();
-  const [head] = (await storage.heads()).filter(one => one.id === id);
+  const head = await storage.headOf(id);
   if (!head) return removed(id);
   const same = running.get(id) ?? current;
   if (same.head.id !== id) return;

@@ -1,19 +1,19 @@
 // The list of conversations: search, rename, delete, export and import.
 
 import { $, button, element, notice, show } from "./dom.js";
-import { heads, messagesOf, remove, save, search } from "./storage.js";
+import { headOf, heads, isSaved, messagesOf, remove, save, search } from "./storage.js";
 import { exported, imported, MAX_FILE } from "./transfer.js";
 
 let actions = null, drawn = 0;
 
-// actions: open(id), removed(id), current(), isRunning(id).
+// actions: open(id), removed(id), rename(id, title), current(), isRunning(id).
 export function startSidebar(given) {
   actions = given;
   $("search").addEventListener("input", drawList);
   $("list").addEventListener("shown", drawList);
   $("list").addEventListener("keydown", onKey);
   $("export").addEventListener("click", async () => download(await heads(), "tinyvllm-conversations"));
-  $("export-this").addEventListener("click", async () => download((await heads()).filter(head => head.id === actions.current()), "tinyvllm-conversation"));
+  $("export-this").addEventListener("click", async () => download([await headOf(actions.current())].filter(Boolean), "tinyvllm-conversation"));
   $("import").addEventListener("click", () => $("file").click());
   $("file").addEventListener("change", importFile);
 }
@@ -23,7 +23,7 @@ export async function drawList() {
   if ($("list").hidden) return;
   const wanted = $("search").value.trim(), all = await heads();
   const found = wanted ? await search(wanted, () => turn !== drawn) : null;
-  if (turn !== drawn) return;
+  if (turn !== drawn || $("conversations").querySelector("input")) return; // a title is being written
   const shown = all.filter(head => !wanted || found.has(head.id)), focused = document.activeElement.closest?.("[data-id]")?.dataset.id;
   $("conversations").replaceChildren(...shown.map(item));
   $("count").textContent = wanted ? `${shown.length} of ${all.length}` : all.length === 1 ? "1 conversation" : `${all.length} conversations`;
@@ -44,9 +44,12 @@ function item(head) {
 function rename(head, node) {
   const input = element("input", { value: head.title, maxLength: 1000, "aria-label": "Title" });
   const end = async keep => {
+    const title = keep && input.value.trim();
     input.onblur = null;
-    if (keep && input.value.trim()) actions.rename(head.id, input.value.trim());
-    if (keep && input.value.trim()) await save({ ...head, title: input.value.trim() });
+    input.remove();
+    const now = title && (await headOf(head.id)); // which may have another leaf by now
+    if (now) actions.rename(head.id, title);
+    if (now) await save({ ...now, title });
     await drawList();
     entryOf(head.id)?.focus();
   };
@@ -60,9 +63,11 @@ function rename(head, node) {
   input.select();
 }
 
-async function removeWithUndo(head) {
-  actions.removed(head.id);
-  const messages = await remove(head.id);
+async function removeWithUndo({ id }) {
+  const head = await headOf(id);
+  actions.removed(id);
+  if (!head) return drawList(); // another tab was faster
+  const messages = await remove(id);
   await drawList();
   notice(`“${head.title}” is deleted.`, "undo", async () => {
     await save(head, ...messages);
@@ -97,7 +102,7 @@ async function importFile() {
     const conversations = imported(await file.text());
     for (const { head, messages } of conversations) await save(head, ...messages.values());
     show("list", true);
-    if (!$("notice").textContent.startsWith("Not saved")) notice(`${conversations.length} imported.`);
+    if (isSaved()) notice(`${conversations.length} imported.`);
   } catch (error) {
     notice(`Nothing was imported: ${error.message}`);
   }

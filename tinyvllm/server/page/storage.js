@@ -54,6 +54,8 @@ export async function heads() {
   return withUnsaved("heads", await read(heads => heads.getAll()), () => true).sort((a, b) => b.updated - a.updated);
 }
 
+export const headOf = async id => (await heads()).find(head => head.id === id);
+
 export async function messagesOf(id) {
   const found = await read((_, messages) => messages.getAll(rangeOf(id)));
   return withUnsaved("messages", found, message => message.conversation === id).sort((a, b) => a.created - b.created);
@@ -67,12 +69,15 @@ export function save(head, ...messages) {
   return flush();
 }
 
+export const isSaved = () => !failed;
+
 export function flush() {
   writing = writing.then(async () => {
     const batch = [...unsaved];
     if (!batch.length) return;
     try {
       await transaction("readwrite", (...tables) => batch.forEach(([, [table, record]]) => tables[TABLES.indexOf(table)].put(record)));
+      if (failed) notice("All is saved now.");
       failed = false;
     } catch (error) {
       failed = true;
