@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -327,6 +329,21 @@ def test_export_and_import(page: browser.Browser) -> None:
     page.wait("document.querySelector('.message.user .body')?.textContent === 'hello'")
     click(page, "replay")
     page.wait("document.querySelector('.assistant .note').textContent.startsWith('replay: equal, 4 tokens')")
+
+
+def test_a_file_is_really_downloaded(page: browser.Browser, tmp_path: Path) -> None:
+    """The content security policy allows it."""
+    page.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    answers(page, "one")
+    ask(page, "first")
+    alt(page, "c")
+    click(page, "Export this")
+    end = time.monotonic() + 30
+    while not (found := [path for path in tmp_path.iterdir() if path.suffix == ".json"]):
+        assert time.monotonic() < end, "no file"
+        time.sleep(0.02)
+    assert found[0].name == "tinyvllm-conversation.json" and json.loads(found[0].read_text())["conversations"][0]["title"] == "first"
+    assert not page.messages
 
 
 def one_message(**fields: Any) -> dict[str, Any]:
