@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+import tinyvllm.demo
 from tests.emulator.driver import cuda_device
 from tests.engine.drafting import Oracle, speculate
 from tests.engine.test_rounds import all_free, results
 from tinyvllm import LLM, SamplingParams
+from tinyvllm.backends.registry import choices
 from tinyvllm.config import DEFAULT_MODEL as MODEL
+from tinyvllm.engine import speculation
 
 OPTIONS: dict[str, Any] = dict(max_model_len=128, max_num_seqs=4, seed=0)
 TEXTS = ["Once upon a time", "Hello! How are you?"]
@@ -25,6 +31,28 @@ def check(device: str) -> None:
         _, controller = speculate(gpu, Oracle(expected).half_right, 3)
         assert results(gpu.generate(TEXTS, WANTED)) == results(expected)
         assert all_free(gpu) and controller.accepted > 2
+
+
+def check_heads(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """EAGLE's layer on the device's own kernels: none of its products is left to a generated one."""
+    monkeypatch.setattr(speculation, "MAX_PROPOSE_SECONDS", 200.0)  # the emulator takes seconds
+    options = OPTIONS | {"max_num_seqs": 1, "max_num_batched_tokens": 32}
+    heads = str(Path(tinyvllm.demo.__file__).parent / "heads")
+    config = {"method": "eagle3", "model": heads, "num_speculative_tokens": 2}
+    wanted = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    with LLM(MODEL, device=device, **options) as plain:
+        expected = results(plain.generate(TEXTS[:1], wanted))
+    with LLM(MODEL, device=device, speculative_config=config, **options) as llm:
+        found = llm.generate(TEXTS[:1], wanted)
+        assert results(found) == expected and found[0].metrics.accepted_tokens > 0
+        assert llm.engine.speculation is not None and llm.engine.speculation.on
+        assert [choice for choice in choices() if choice.stem == "matmul" and choice.variant == "ref"] == []
+
+
+@pytest.mark.long
+def test_heads_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cuda_device(seed=1):
+        check_heads("CUDA", monkeypatch)
 
 
 def test_cuda() -> None:

@@ -22,7 +22,7 @@ from tinyvllm.quant.formats import FORMATS, Activations
 from tinyvllm.quant.layouts import BLOCK, PackedWeight, StoredWeight
 from tinyvllm.quant.slices import ColumnShare
 
-__all__ = ["TensorWeight", "Weight", "add_output", "gate_up_silu", "linear", "product", "rounded"]
+__all__ = ["TensorWeight", "Weight", "add_output", "gate_up_silu", "linear", "product", "products", "rounded"]
 
 
 def linear(

@@ -32,7 +32,7 @@ from tinyvllm.models.llama import hf_config
 from tinyvllm.models.projections import Product
 from tinyvllm.ops.attention import PagedAttention
 from tinyvllm.ops.head import Table, embed, norm_head
-from tinyvllm.ops.linear import Weight, gate_up_silu, linear
+from tinyvllm.ops.linear import Weight, gate_up_silu, linear, products
 from tinyvllm.ops.norm import Norm, rms_norm
 from tinyvllm.ops.qkv import append_kv
 from tinyvllm.ops.rope import apply_rope
@@ -309,7 +309,8 @@ class EagleHeads:
     def _append(self, x: Tensor, batch: Batch, cache: LayerCache, angles: Tensor) -> tuple[Tensor, LayerCache]:
         """Queries [T, H, D] of x, and the cache with its keys and values."""
         c, T = self.config.layer, int(x.shape[0])
-        y = self._multiply("qkv", x, batch.rows).reshape(T, -1, c.head_dim)
+        qkv = self.products["qkv"]  # three matrices on GPUs, each by its kernel
+        y = products(qkv.in_order(x), qkv.weight, batch.rows, qkv.bias, by_kernels=True).reshape(T, -1, c.head_dim)
         q, k, v = y[:, : c.n_heads], y[:, c.n_heads : c.n_heads + c.n_kv_heads], y[:, c.n_heads + c.n_kv_heads :]
         if c.qk_norm:
             q, k = (rms_norm(part, getattr(self.tensors, name).weight, c.norm_eps) for part, name in ((q, "q_norm"), (k, "k_norm")))
