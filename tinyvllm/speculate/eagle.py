@@ -309,7 +309,7 @@ class EagleHeads:
     def _append(self, x: Tensor, batch: Batch, cache: LayerCache, angles: Tensor) -> tuple[Tensor, LayerCache]:
         """Queries [T, H, D] of x, and the cache with its keys and values."""
         c, T = self.config.layer, int(x.shape[0])
-        qkv = self.products["qkv"]  # three matrices on GPUs, each by its kernel
+        qkv = self.products["qkv"]  # on Metal three matrices, each by its kernel
         y = products(qkv.in_order(x), qkv.weight, batch.rows, qkv.bias, by_kernels=True).reshape(T, -1, c.head_dim)
         q, k, v = y[:, : c.n_heads], y[:, c.n_heads : c.n_heads + c.n_kv_heads], y[:, c.n_heads + c.n_kv_heads :]
         if c.qk_norm:
