@@ -13,6 +13,7 @@ from tests.tiny.to_gguf import write_gguf
 from tinyvllm.errors import ModelError
 from tinyvllm.quant.formats import QUANTIZATIONS
 from tinyvllm.runner.outlined import WeightOutline
+from tinyvllm.runner.planned import streamed_matrices
 
 KINDS: dict[str, tuple[dict[str, Any], quantized.Quantize]] = {
     "gptq": (quantized.gptq_settings(4, 32), quantized.gptq(4, 32)),
@@ -38,6 +39,15 @@ def check(path: Path, outline: WeightOutline, **options: Any) -> None:
 @pytest.mark.parametrize("family", sorted(path.name for path in GOLDEN.iterdir() if path.is_dir()))
 def test_a_family_of_models(family):
     check(GOLDEN / family, outline_of(GOLDEN / family))
+
+
+def test_a_decode_step_reads_the_experts_of_one_row():
+    """Two of eight experts, and all else but the embedding table."""
+    outline = outline_of(GOLDEN / "qwen3moe")
+    experts = sum(held.nbytes for held in outline.held if "_exps." in held.name)
+    table = sum(held.nbytes for held in outline.held if not held.streamed)
+    assert experts and outline.streamed == outline.bytes - table - experts * 6 // 8
+    assert sorted(matrices.share for matrices in streamed_matrices(outline.held) if matrices.share < 1) == [0.25]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -103,6 +103,14 @@ def test_a_rate_is_between_those_that_were_measured():
     assert rate.operations_per_second == 512
 
 
+def test_a_row_reads_its_share_of_experts_and_many_rows_read_all():
+    """One in eight experts: of four rows each reads others, of 64 all experts have eight rows each."""
+    rate = ProductRate((1e10, 1e10, 5e9, 2e9, 1e9))
+    times = StepTimes(Roof(1e11, 0.0, {"Q4_K": rate}), [Matrices("Q4_K", 8 * 10**9, 16 * 10**9, 0, 0.125)], 0, 1, 0)
+    assert times.decode(1, 0) == pytest.approx(0.2) and times.decode(4, 0) == pytest.approx(0.8)
+    assert times.prompt(64) == pytest.approx(16e9 * rate.seconds(8)) and times.prompt(64) > times.decode(8, 0) > times.decode(4, 0)
+
+
 def test_times_are_numbers_of_matrices_by_their_rates():
     matrices = [Matrices("Q4_K", 8 * 10**9, 14 * 10**9, 10**9), Matrices("F32", 10**6, 0, 0)]
     rate = ProductRate((1e10, 1e10, 5e9, 2e9, 1e9))

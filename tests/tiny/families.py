@@ -83,6 +83,8 @@ _CLASSES = {
     "Qwen2": "Qwen2ForCausalLM",
     "Qwen3": "Qwen3ForCausalLM",
     "Qwen3Moe": "Qwen3MoeForCausalLM",
+    "Mixtral": "MixtralForCausalLM",
+    "Olmoe": "OlmoeForCausalLM",
     "Phi3": "Phi3ForCausalLM",
     "SmolLM3": "SmolLM3ForCausalLM",
     "Olmo2": "Olmo2ForCausalLM",
@@ -209,5 +211,9 @@ FAMILIES: dict[str, Family] = {
     "ernie4.5": _family("Ernie4_5", _llama(head_dim=16, rope_parameters=_rope(500000.0), tie_word_embeddings=True), gguf="ernie4_5"),
     "ernie4.5-bias": _family("Ernie4_5", _llama(head_dim=32, rope_parameters=_rope(500000.0), use_bias=True)),
     "qwen3moe": _family("Qwen3Moe", _llama(head_dim=16, num_experts=8, norm_topk_prob=True, **_MOE), gguf="qwen3moe"),
+    "mixtral": _family(
+        "Mixtral", _llama(intermediate_size=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=None), gguf="llama"
+    ),
+    "olmoe": _family("Olmoe", _llama(intermediate_size=32, num_experts=8, num_experts_per_tok=3, norm_topk_prob=False), gguf="olmoe"),
     "qwen3moe-mixed": _family("Qwen3Moe", _llama(head_dim=16, num_experts=4, norm_topk_prob=False, mlp_only_layers=[0], **_MOE)),
 }

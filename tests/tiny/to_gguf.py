@@ -31,6 +31,7 @@ _LAYER = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
     "ln_1": "attn_norm",
     "ln_2": "ffn_norm",
     "attn.c_attn": "attn_qkv",
@@ -83,9 +84,10 @@ def gguf_tensors(tensors: dict[str, np.ndarray], config: dict[str, Any], arch: s
     out: dict[str, np.ndarray] = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, value in tensors.items():
-        if ".experts." in name:  # model.layers.N.mlp.experts.E.gate_proj.weight
+        if ".experts." in name:  # model.layers.N.mlp.experts.E.gate_proj.weight; of Mixtral block_sparse_moe, and w1
             _, _, layer, _, _, expert, part, _ = name.split(".")
-            experts.setdefault(f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.weight", {})[int(expert)] = value
+            part = {"w1": "gate", "w2": "down", "w3": "up"}.get(part) or part.removesuffix("_proj")
+            experts.setdefault(f"blk.{layer}.ffn_{part}_exps.weight", {})[int(expert)] = value
             continue
         if arch in _INTERLEAVED and ".q_proj." in name:
             value = interleave(value, config["num_attention_heads"])
@@ -194,6 +196,7 @@ def _write_parameters(writer: Any, config: dict[str, Any]) -> None:
         return
     optional: list[tuple[str, Callable[[Any], None]]] = [
         ("num_local_experts", writer.add_expert_count),
+        ("num_experts", writer.add_expert_count),
         ("num_experts_per_tok", writer.add_expert_used_count),
         ("moe_intermediate_size", writer.add_expert_feed_forward_length),
         ("head_dim", writer.add_key_length),

@@ -86,6 +86,7 @@ class WeightRecipe:
     sources: tuple[str, ...]
     transform: Transform | None = field(default=None, compare=False)
     offset: float = 0.0  # added to a vector, in float32
+    share: float = 1.0  # of the matrix, that one row reads: a few of many experts
     stem: str = "matmul"  # the op whose kernels multiply with a matrix
     format: str | None = None  # of a matrix that has it whatever the file has, where kernels multiply with it
 

@@ -12,7 +12,7 @@ from tinygrad import nn
 
 from tinyvllm.errors import ModelError
 from tinyvllm.foreign import quoted
-from tinyvllm.models import ernie, gemma, glm, gpt2, granite, llama, ministral, olmo, phi, qwen, smollm
+from tinyvllm.models import ernie, gemma, glm, gpt2, granite, llama, ministral, mixtral, olmo, phi, qwen, smollm
 from tinyvllm.models.config import ModelConfig, Source, Transform, WeightRecipe
 from tinyvllm.models.understood import Recorded, refuse_unread
 
@@ -32,6 +32,7 @@ class Family:
 FAMILIES = (
     Family(("LlamaForCausalLM",), ("llama",), llama.from_hf, llama.from_gguf, llama.sources),
     Family(("MistralForCausalLM",), (), llama.mistral_from_hf, llama.from_gguf, llama.sources),
+    Family(("MixtralForCausalLM",), (), mixtral.from_hf, llama.from_gguf, mixtral.sources),
     Family(("Qwen2ForCausalLM", "MiMoForCausalLM"), ("qwen2",), qwen.qwen2_from_hf, qwen.qwen2_from_gguf, qwen.sources),
     Family(("Qwen3ForCausalLM",), ("qwen3",), qwen.qwen3_from_hf, qwen.qwen3_from_gguf, qwen.sources),
     Family(("Qwen3MoeForCausalLM",), ("qwen3moe",), qwen.qwen3_from_hf, qwen.qwen3_moe_from_gguf, qwen.sources),
@@ -40,6 +41,7 @@ FAMILIES = (
     Family(("SmolLM3ForCausalLM",), ("smollm3",), smollm.from_hf, smollm.from_gguf, llama.sources),
     Family(("Olmo2ForCausalLM",), (), olmo.olmo2_from_hf, olmo.from_gguf, olmo.sources),
     Family(("Olmo3ForCausalLM",), ("olmo2",), olmo.olmo3_from_hf, olmo.from_gguf, olmo.sources),
+    Family(("OlmoeForCausalLM",), ("olmoe",), olmo.olmoe_from_hf, olmo.olmoe_from_gguf, olmo.olmoe_sources),
     Family(("GraniteForCausalLM",), ("granite",), granite.from_hf, granite.from_gguf, llama.sources),
     Family(("GraniteMoeHybridForCausalLM",), (), granite.dense_hybrid_from_hf, granite.from_gguf, granite.dense_hybrid_sources),
     Family(("Ministral3ForCausalLM",), ("mistral3",), ministral.from_hf, ministral.from_gguf, llama.sources),
@@ -150,6 +152,7 @@ def _recipe(family: Family, config: ModelConfig, name: str, shape: tuple[int, ..
         shape,
         *family.sources(config, kind, name),
         offset=config.norm_offset * name.endswith("norm.weight"),
+        share=config.num_experts_per_tok / config.num_experts if stem.startswith("experts") else 1.0,
         stem=stem,
         format="F32" if stem == "norm_route" else None,
     )

@@ -15,7 +15,7 @@ from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import uninitialized
 from tinyvllm.errors import ModelError
 from tinyvllm.foreign import Fields, quoted
-from tinyvllm.models.config import ModelConfig, Source, Transform, check_factors, check_heads, hf_rope, hf_windows, vocabulary
+from tinyvllm.models.config import MAX_EXPERTS, ModelConfig, Source, Transform, check_factors, check_heads, hf_rope, hf_windows, vocabulary
 from tinyvllm.models.projections import LayerWeights, ModelWeights, Product
 from tinyvllm.ops.attention import PagedAttention
 from tinyvllm.ops.experts import RoutingPolicy, experts_down, experts_gate_up_silu, norm_route
@@ -229,7 +229,7 @@ def sources(config: ModelConfig, kind: str, name: str) -> tuple[tuple[str, ...],
     """The file tensors that the model tensor `name` comes from, and the transform."""
     if kind == "safetensors":
         return (hf_name(name),), None
-    return (name,), unpair(config, name)
+    return (name,), experts_in_rows if "_exps." in name else unpair(config, name)
 
 
 def rows_of(start: int, end: int) -> Transform:
@@ -322,7 +322,18 @@ def _check_activation(fields: Fields, gelu: bool) -> None:
 
 
 def from_gguf(source: Source) -> ModelConfig:
-    return gguf_config(source, family="llama")
+    """Also of a Mixtral, which is a llama with experts there."""
+    fields = Fields(source.config, prefix="llama.", where="GGUF metadata")
+    return gguf_config(source, family="llama", **gguf_experts(fields, renormalize=True))
+
+
+def gguf_experts(fields: Fields, renormalize: bool) -> dict[str, Any]:
+    """The experts of all layers, of the feed-forward length; nothing where the file has none."""
+    count = fields.integer("expert_count", 0, high=MAX_EXPERTS)
+    if not count:
+        return {}
+    used = fields.integer("expert_used_count", low=1, high=count)
+    return dict(num_experts=count, num_experts_per_tok=used, norm_topk_prob=fields.boolean("expert_weights_norm", renormalize))
 
 
 def gguf_config(source: Source, **differences: Any) -> ModelConfig:

@@ -1,5 +1,5 @@
 """OLMo 2 and 3, their differences from LLaMA: norms after attention and MLP instead of before, norms of q and k over all heads; OLMo 3 has
-windows in three of four layers, whose rotation is never scaled.
+windows in three of four layers, whose rotation is never scaled. OLMoE has norms before, norms of q and k over all heads, and experts.
 """
 
 from __future__ import annotations
@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 from tinyvllm.foreign import Fields
-from tinyvllm.models import llama
-from tinyvllm.models.config import ModelConfig, Source, Transform, gguf_windows, hf_window_rope, hf_windows
+from tinyvllm.models import llama, qwen
+from tinyvllm.models.config import MAX_EXPERTS, ModelConfig, Source, Transform, gguf_windows, hf_window_rope, hf_windows
 from tinyvllm.ops.rope import RopeScaling
 
 _NAMES = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
@@ -35,6 +35,23 @@ def from_gguf(source: Source) -> ModelConfig:
     windows = gguf_windows(fields, fields.layers("block_count"), _EVERY)
     window_rope = (fields.number("rope.freq_base", 10000.0, above=1), RopeScaling()) if any(windows) else None
     return llama.gguf_config(source, windows=windows, window_rope=window_rope, **_SHAPE)
+
+
+def olmoe_from_hf(source: Source) -> ModelConfig:
+    fields = Fields(source.config)
+    count = fields.integer("num_experts", 64, low=1, high=MAX_EXPERTS)
+    used, renormalize = fields.integer("num_experts_per_tok", 8, low=1, high=count), fields.boolean("norm_topk_prob")
+    experts: dict[str, Any] = dict(num_experts=count, num_experts_per_tok=used, norm_topk_prob=renormalize)
+    return llama.hf_config(fields, llama.Defaults(eps=1e-5), family="olmoe", qk_norm=1, whole_qk_norm=True, **experts)
+
+
+def olmoe_from_gguf(source: Source) -> ModelConfig:
+    fields = Fields(source.config, prefix="olmoe.", where="GGUF metadata")
+    experts = llama.gguf_experts(fields, renormalize=False)
+    return llama.gguf_config(source, family="olmoe", qk_norm=1, whole_qk_norm=True, **experts)
+
+
+olmoe_sources = qwen.sources  # the same names
 
 
 def sources(config: ModelConfig, kind: str, name: str) -> tuple[tuple[str, ...], Transform | None]:

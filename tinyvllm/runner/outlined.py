@@ -24,13 +24,14 @@ from tinyvllm.weights.load import check_sources, rows_format
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor as the engine will hold it; `streamed` if each decode step reads all of it."""
+    """A tensor as the engine will hold it; `streamed` if each decode step reads it, `share` of it for one sequence."""
 
     name: str
     shape: tuple[int, ...]
     format: str
     nbytes: int
     streamed: bool = True
+    share: float = 1.0
 
 
 class WeightOutline(WeightLoader):
@@ -48,7 +49,7 @@ class WeightOutline(WeightLoader):
         self._notes.unweighted = []  # loading logs it
 
     def _hold(self, recipe: WeightRecipe, format: str, nbytes: int, streamed: bool = True) -> None:
-        self.held.append(Held(recipe.name, recipe.shape, format, nbytes, streamed))
+        self.held.append(Held(recipe.name, recipe.shape, format, nbytes, streamed, recipe.share))
         self._count(recipe, nbytes, streamed)
 
     def _format(self, recipe: WeightRecipe) -> str:
@@ -86,7 +87,8 @@ class WeightOutline(WeightLoader):
         if self._checkpoint is not None:
             check_sources(self._checkpoint, recipes)
         for recipe in recipes:
-            self.held.append(Held(recipe.name, recipe.shape, DTYPE_FORMATS[dtype], prod(recipe.shape) * dtype.itemsize))
+            nbytes = prod(recipe.shape) * dtype.itemsize
+            self.held.append(Held(recipe.name, recipe.shape, DTYPE_FORMATS[dtype], nbytes, share=recipe.share))
         return {recipe.name: Tensor.empty(*recipe.shape, dtype=dtype, device=self._plan.placement.device) for recipe in recipes}
 
     def _concatenated(self, biases: list[Tensor]) -> Tensor:

@@ -76,28 +76,31 @@ def planned_kernels(config: EngineConfig, opened: OpenedModel, num_blocks: int, 
 
 @dataclass(frozen=True)
 class Matrices:
-    """The matrices of one format that each step reads: bytes, numbers, and of these the head's, which prompts need for one row."""
+    """The matrices of one format that each step reads: bytes, numbers, and of these the head's, which prompts need for one row. One row
+    reads `share` of them: of experts a few.
+    """
 
     format: str
     nbytes: int
     numbers: int
     head: int
+    share: float = 1.0
 
 
 def streamed_matrices(held: Iterable[Held]) -> list[Matrices]:
-    """The tensors that each step reads, by format. A tied head is the embedding table."""
+    """The tensors that each step reads, by format and share. A tied head is the embedding table."""
     tensors = [one for one in held if one.streamed]
     head = next((one.name for one in tensors if one.name == "output.weight"), "token_embd.weight")
-    grouped: dict[str, list[Held]] = {}
+    grouped: dict[tuple[str, float], list[Held]] = {}
     for one in tensors:
-        grouped.setdefault(one.format, []).append(one)
+        grouped.setdefault((one.format, one.share), []).append(one)
 
     def numbers(some: Iterable[Held]) -> int:
         return sum(prod(one.shape) for one in some if len(one.shape) > 1)
 
     return [
-        Matrices(format, sum(one.nbytes for one in some), numbers(some), numbers(one for one in some if one.name == head))
-        for format, some in grouped.items()
+        Matrices(format, sum(one.nbytes for one in some), numbers(some), numbers(one for one in some if one.name == head), share)
+        for (format, share), some in grouped.items()
     ]
 
 
@@ -113,17 +116,21 @@ class StepTimes:
 
     def decode(self, sequences: int, context: int) -> float:
         """Seconds of a step that decodes one token of each of `sequences` sequences of `context` tokens."""
-        products = sum(one.numbers * self._rate(one.format).seconds(sequences) for one in self.matrices)
+        products = sum(self._products(one, one.numbers, sequences) for one in self.matrices)
         return products + sequences * context * self.kv_token_bytes / self.roof.bandwidth + self._launches
 
     def prompt(self, tokens: int, depth: float = 0) -> float:
         """Seconds of the prefill of `tokens` tokens after `depth` others in one step: attention as fast as the fastest product."""
         products = 0.0
         for one in self.matrices:
-            rate = self._rate(one.format)
-            products += (one.numbers - one.head) * rate.seconds(tokens) + one.head * rate.seconds(1)
+            products += self._products(one, one.numbers - one.head, tokens) + self._products(one, one.head, 1)
         fastest = max(rate.operations_per_second for rate in self.roof.products.values())
         return products + 2 * self.layers * self.attention_width * tokens * (tokens + 2 * depth) / fastest + self._launches
+
+    def _products(self, matrices: Matrices, numbers: int, rows: float) -> float:
+        """Seconds of `rows` rows with `numbers` of the matrices; of experts, rows are taken to choose different ones, up to all."""
+        read = min(1.0, matrices.share * rows)
+        return numbers * read * self._rate(matrices.format).seconds(rows * matrices.share / read)
 
     def _rate(self, format: str) -> ProductRate:
         """The rate of a format; of vectors, which are few, that of any."""
@@ -137,11 +144,11 @@ class StepTimes:
 def measured_times(matrices: list[Matrices], opened: OpenedModel, again: bool = False) -> StepTimes:
     """The times of the steps of a model by the machine's roof, measured if need be or with `again`. Errors of `measured_roof`."""
     c, kv_token, device = opened.config, opened.block_bytes // opened.block_size, opened.plan.placement.device
-    roof = measured_roof(device, rated_formats(matrices), sum(one.nbytes for one in matrices), again)
+    roof = measured_roof(device, rated_formats(matrices), round(sum(one.nbytes * one.share for one in matrices)), again)
     return StepTimes(roof, matrices, kv_token, c.num_blocks, c.n_heads * c.head_dim)
 
 
 def rated_formats(matrices: Iterable[Matrices]) -> list[str]:
     """The formats whose products a roof must have."""
-    found = [one.format for one in matrices if one.numbers]
-    return found or [*FLOATS[:1]]
+    found = dict.fromkeys(one.format for one in matrices if one.numbers)
+    return [*found] or [*FLOATS[:1]]

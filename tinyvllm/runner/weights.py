@@ -162,7 +162,7 @@ class WeightLoader:
         keeps = plan.layout is Layout.PANELS  # rows stay those of the file, and a GPU packs tiles faster than a disk reads
         self._kept = WeightCache(kept, checkpoint, _identity(plan, split)) if keeps and kept and checkpoint else None
         self.bytes = 0  # that the model holds
-        self.streamed = 0  # of these, what a decode step reads: all but an embedding table of its own
+        self.streamed = 0  # of these, what a decode step of one sequence reads: not an embedding table of its own, nor all experts
         self.formats: set[str] = set()  # of the packed matrices of products
         self._orders: dict[_Group, np.ndarray] = {}  # of columns, where a product's weights have them in another order
         self._ordered: set[str] = set()  # the recipes of these products
@@ -335,7 +335,7 @@ class WeightLoader:
 
     def _count(self, recipe: WeightRecipe, nbytes: int, streamed: bool = True) -> None:
         self.bytes += nbytes
-        self.streamed += nbytes if streamed else 0
+        self.streamed += round(nbytes * recipe.share) if streamed else 0
         self._done += prod(recipe.shape) * self._plan.dtype.itemsize  # as if unpacked: packed sizes are known only afterwards
         if self._progress is not None:
             self._progress(self._done, self._total, recipe.name)
