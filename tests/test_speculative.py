@@ -35,6 +35,12 @@ def test_off_by_default_and_as_recorded(tmp_path):
     assert parse(json.loads(json.dumps(asdict(config)))) == config
 
 
+def test_drafts_of_a_step_are_bounded():
+    """Each has a row of logits, and a capture of its number of rows; what the warm-up captures is what an adaptive controller checks."""
+    assert [speculative.AUTO.max_step_drafts(n) for n in (1, 2, 64, 256)] == [32, 64, 64, 256]
+    assert SpeculativeConfig("ngram", num_speculative_tokens=4).max_step_drafts(64) == 256
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [

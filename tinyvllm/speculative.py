@@ -26,6 +26,11 @@ _INERT = {
 }
 
 
+def max_lookup_drafts(num_sequences: int) -> int:
+    """The most drafts of a step in which an adaptive controller checks tokens that were looked up: each has a row of logits."""
+    return max(2 * MAX_DRAFTS, num_sequences)
+
+
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ArgumentError(
@@ -95,6 +100,11 @@ class SpeculativeConfig:
     def max_drafts(self) -> int:
         """K, chosen: the most drafts of a sequence in a step that any drafter is asked for."""
         return self.num_speculative_tokens or MAX_DRAFTS
+
+    def max_step_drafts(self, num_sequences: int) -> int:
+        """The most drafts of a step of that many sequences."""
+        most = num_sequences * self.max_drafts
+        return min(most, max_lookup_drafts(num_sequences)) if self.method in LOOKUPS and self.controls == "adaptive" else most
 
     @property
     def controls(self) -> str:

@@ -29,6 +29,9 @@ class Fixed:
     def rest(self, sequences: Row[Sequence]) -> int:
         return 0
 
+    def batch_pause(self, num_sequences: int) -> int:
+        return 0
+
     def choose(self, requests: Row[DraftRequest], drafts: Row[Draft], num_sequences: int) -> list[int]:
         return [len(draft.tokens) for draft in drafts]
 

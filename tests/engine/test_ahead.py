@@ -16,7 +16,8 @@ from tinyvllm.engine.loop import RunAheadLoop
 
 
 def open_model(model: Path, **options: Any) -> LLM:
-    return LLM(model, **(dict(device="CPU", max_model_len=128, max_num_seqs=8) | options))
+    """Without drafts: the tests count launches, and accepted drafts make them fewer."""
+    return LLM(model, **(dict(device="CPU", max_model_len=128, max_num_seqs=8, speculative_config="off") | options))
 
 
 @pytest.fixture(scope="module")

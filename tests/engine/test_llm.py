@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.engine.drafting import Oracle, speculate
 from tinyvllm import LLM, ArgumentError, ModelError, RequestError, SamplingParams
 from tinyvllm.engine.prompt import PromptError, default_sampling_params
 from tinyvllm.errors import TinyvllmError
@@ -66,7 +67,19 @@ def test_a_stream_adds_up_to_the_output(llm: LLM) -> None:
     assert "".join(map(str, pieces)) == whole.text
     assert [i for piece in pieces for i in piece.token_ids] == whole.token_ids
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
-    assert len(pieces) == 12
+    assert all(piece.token_ids for piece in pieces), "as many tokens as their step has given: more than one where drafts are accepted"
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_a_stream_has_a_piece_for_each_step(tiny_model: Path, num_drafts: int) -> None:
+    params = SamplingParams(seed=3, max_tokens=13, ignore_eos=True)
+    with LLM(tiny_model, max_model_len=64, speculative_config="off") as llm:
+        whole = llm.generate(["hello"], params)
+        if num_drafts:
+            speculate(llm, Oracle(whole).right, num_drafts)
+        pieces = [piece.token_ids for piece in llm.stream("hello", params)]
+    assert sum(pieces, []) == whole[0].outputs[0].token_ids
+    assert [len(piece) for piece in pieces] == ([1, 3, 3, 3, 3] if num_drafts else [1] * 13)
 
 
 def test_a_stream_of_several_continuations(llm: LLM) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.drafting import Oracle, speculate
 from tinyvllm import LLM, AsyncLLM, SamplingParams
 
 ROUNDS = (2, 7, 16)
@@ -25,7 +26,10 @@ def prompt(i: int) -> dict[str, Any]:
 
 
 def open_model(model: Path, rounds: int, **options: Any) -> LLM:
-    return LLM(model, **(dict(device="CPU", max_model_len=128, max_num_seqs=8, num_scheduler_steps=rounds) | options))
+    """Without drafts: the tests count steps and rounds, and accepted drafts make them fewer."""
+    return LLM(
+        model, **(dict(device="CPU", max_model_len=128, max_num_seqs=8, num_scheduler_steps=rounds, speculative_config="off") | options)
+    )
 
 
 def record(llm: LLM) -> list[tuple[int, int]]:
@@ -166,18 +170,23 @@ def test_scarce_blocks(one_by_one, tiny_model, blocks):
     assert {rounds for _, rounds in steps} - {1, 16}, "some runs should be cut short"
 
 
-def test_requests_arrive_and_leave_between_runs(one_by_one, several):
-    expected = results(one_by_one.generate([prompt(i) for i in range(6)], MIXED))
-    engine, done = several.engine, {}
+@pytest.mark.parametrize("num_drafts", [0, 1, 8])
+def test_requests_arrive_and_leave_between_runs(one_by_one, several, num_drafts):
+    """With drafts that are right for some tokens, too: requests then end in other steps."""
+    outputs = one_by_one.generate([prompt(i) for i in range(6)], MIXED)
+    expected, engine, done = results(outputs), several.engine, {}
+    if num_drafts:
+        speculate(several, Oracle(outputs).half_right, num_drafts)
     for i in range(6):
         engine.add(str(i), prompt(i)["prompt_token_ids"], MIXED[i])
         for _ in range(2):
             done |= {output.request_id: output for output in engine.step()}
     engine.add("aborted", prompt(1)["prompt_token_ids"], GREEDY)
-    engine.step()
+    done |= {output.request_id: output for output in engine.step()}  # a request may end here
     engine.abort("aborted")
     while engine.has_work():
         done |= {output.request_id: output for output in engine.step()}
+    engine.stop_speculation()
     assert results([done[str(i)] for i in range(6)]) == expected and all_free(several)
 
 

@@ -80,9 +80,9 @@ def test_steps_that_have_run_are_not_captured_again(tiny_model, captures):
         count = len(llm.engine.runner._steps)
     with LLM(tiny_model, **OPTIONS) as llm:
         llm.generate([prompt(1)], [PARAMS[0]])
-        from tinyvllm.runner.prepare import usual_shapes
+        from tinyvllm.runner.prepare import common_shapes
 
-        steps = [llm.engine.runner.padded(shape) for shape in usual_shapes(4, 64)]
+        steps = [llm.engine.runner.padded(shape) for shape in common_shapes(llm.config)]
         assert len(steps) == count and sum(step is None for step in steps) == 2, "its prompt and its decodes"
 
 

@@ -35,7 +35,7 @@ class Listed(LastStates):
 @pytest.mark.parametrize(("K", "max_num_seqs"), [(1, 1), (3, 2), (5, 8), (8, 64)])
 def test_few_sequences_have_captures_of_every_number_of_drafts(K: int, max_num_seqs: int) -> None:
     drafter, tokens = Listed(K, max_num_seqs), 64 * (K + 1)
-    for shape in usual_shapes(max_num_seqs, tokens, K):
+    for shape in usual_shapes(max_num_seqs, tokens, max_num_seqs * K):
         drafter.capture(shape, object())  # type: ignore[arg-type]
     kept, guessed = set(drafter.kept), set(drafter.guessed)
     assert len(kept) == len(drafter.kept) and len(guessed) == len(drafter.guessed), "each is captured once"

@@ -12,6 +12,7 @@ from tests.speculate.simulated import RIGHT, WRONG, Simulation, best_fixed, cons
 from tests.speculate.texts import sequence
 from tinyvllm.errors import ArgumentError
 from tinyvllm.speculate.controller import (
+    MAX_PAUSE_BATCH,
     MAX_PAUSE_LOOKUP,
     MAX_PAUSE_MODEL,
     MEASURE,
@@ -215,11 +216,38 @@ def test_a_draft_must_pay_for_all_that_it_adds():
 
 def test_without_a_chance_to_pay_no_guess_is_wanted():
     """Rows that cost nearly their full price: the drafter is not called, however good it may be, and long pauses begin."""
-    costs = StepCosts({(1, 0): 2.0, (64, 0): 65.0} | {(64, 1 << n): float(1 << n) for n in range(6)})
+    costs = StepCosts({(64, 0): 65.0} | {(64, 1 << k): float(1 << k) for k in range(6)})
     controller, texts = AdaptiveController(8, costs), [sequence([0] * 9, sequence_id=i) for i in range(4)]
     assert controller.limits(texts, 64) == [0] * 4 and controller.rest(texts) == MAX_PAUSE_LOOKUP
-    assert controller.limits(texts[:1], 1) == [0], "the pause is the sequence's"
-    assert controller.limits([sequence([0], sequence_id=9)], 1) != [0]
+
+
+@pytest.mark.parametrize(("half", "pause"), [(40.0, MAX_PAUSE_BATCH), (60.0, 0)])
+def test_a_large_batch_whose_rows_cost_nearly_what_tokens_do_is_left_alone(half, pause):
+    controller = AdaptiveController(8, StepCosts({(4, 0): 2.0, (8, 0): 4.0, (32, 0): half, (64, 0): 64.0}))
+    assert controller.batch_pause(64) == pause and controller.batch_pause(8) == 0
+    assert AdaptiveController(8, controller.costs, looks_up=False).batch_pause(64) == 0
+    assert adaptive().batch_pause(64) == 0, "not known"
+
+
+@pytest.mark.parametrize(("call_seconds", "often"), [(0.001, True), (4.0, False)])
+def test_guesses_in_a_large_batch_must_save_more_than_they_take(call_seconds, often):
+    """Otherwise they become rare, by pauses that double. They are all right here, and save 3 s."""
+    controller, texts = (
+        AdaptiveController(8, StepCosts({(64, 0): 64.0, (64, 1): 0.1, (64, 8): 0.1})),
+        [sequence([0], sequence_id=i) for i in range(64)],
+    )
+    calls = pause = 0
+    for _ in range(200):
+        pause = pause or controller.batch_pause(64)
+        if not pause:
+            (limit,) = controller.limits(texts[:1], 64)
+            calls += 1
+            controller.observe_proposal(limit, call_seconds)
+            assert controller.choose([DraftRequest(texts[0], limit)], [Draft([RIGHT] * 4, [0.99] * 4)], 64)[0]
+        pause = max(0, pause - 1)
+        for text in texts:
+            text.output_token_ids.append(RIGHT)
+    assert calls == 200 if often else PATIENCE < calls <= 12
 
 
 def test_what_steps_take_without_drafts_is_measured_first():

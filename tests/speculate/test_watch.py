@@ -42,12 +42,12 @@ def answers(watch: Watch, one: Sequence, count: int) -> list[int]:
     return found
 
 
-def test_looks_in_vain_have_pauses():
+def test_looks_in_vain_have_pauses_that_grow():
     drafter = Answers()
     watch, one = Watch(drafter), sequence([1, 2, 3])
-    assert answers(watch, one, 20) == []
-    assert [length for _, length in drafter.looks] == [FIRST_LOOK, SECOND_LOOK, SECOND_LOOK + PAUSE, SECOND_LOOK + 2 * PAUSE]
-    assert watch.pause == 3
+    assert answers(watch, one, 70) == []
+    assert [length for _, length in drafter.looks] == [FIRST_LOOK, SECOND_LOOK, 11, 20, 33, 49, 65]
+    assert watch.pause == 11 == 65 + MAX_PAUSE - 70
     watch.forget(one)
     assert len(watch) == 0
 
@@ -75,6 +75,59 @@ def test_each_sequence_of_a_batch_has_its_own_pauses():
         for one in both:
             one.output_token_ids.append(0)
     assert drafter.looks == [(0, 1), (1, 30), (0, 5), (1, 36)] and watch.pause == 4
+
+
+def test_what_recurs_is_looked_at_alone_until_others_are_due():
+    """While one sequence of a batch recurs, a step examines that one."""
+
+    class One(Answers):
+        def recurs(self, sequence: Sequence, tenant: str, times: int = 1) -> bool:
+            super().recurs(sequence, tenant, times)
+            return sequence.sequence_id == 3
+
+    drafter, many = One(), [sequence([1], [5] * 9, i) for i in range(6)]
+    watch, decodes, looks = Watch(drafter), [decode(one) for one in many], []
+    for step in range(PAUSE + 1):
+        before = len(drafter.looks)
+        assert watch.recurring(decodes, same=step > 0) == [many[3]]
+        looks.append(len(drafter.looks) - before)
+        for one in many:
+            one.output_token_ids.append(0)
+    assert looks == [6] + [1] * (PAUSE - 1) + [6]
+    watch.recurring(decodes, same=False)
+    watch.forget(many[3])
+    assert watch.recurring(decodes, same=True) == []
+
+
+def test_more_must_recur_in_a_large_batch():
+    drafter, text = SuffixDrafter(first_match=4), [9, 1, 2, 3, 4, 5, 6, 7, 8]
+    for end, few, many in ((4, False, False), (5, True, False), (8, True, False), (9, True, True)):
+        one = sequence([*text, 0], text[1:end], end)
+        assert (drafter.recurs(one, ""), drafter.recurs(one, "", 2)) == (few, many), end
+
+
+def test_a_batch_that_sleeps_is_not_looked_at():
+    drafter, sizes = Answers(), list[int]()
+
+    def pause(num_sequences: int) -> int:
+        sizes.append(num_sequences)
+        return 50 if len(sizes) % 2 else 0
+
+    watch, many = Watch(drafter, pause), [sequence([1], [5] * 9, i) for i in range(40)]
+    decodes, looks = [decode(one) for one in many], list[int]()
+    for step in range(51):
+        before = len(drafter.looks)
+        assert watch.recurring(decodes, same=step > 0) == []
+        assert watch.pause == 50 - step or step == 50
+        looks.append(len(drafter.looks) - before)
+        for one in many:
+            one.output_token_ids.append(0)
+    assert looks == [0] * 50 + [40] and sizes == [40, 40]
+    watch = Watch(Answers(), lambda num_sequences: 50)
+    watch.recurring(decodes)
+    assert watch.sleeps and len(watch) == 0
+    watch.recurring(decodes[:2])
+    assert len(watch) == 2, "few sequences do not sleep"
 
 
 def test_a_large_batch_is_looked_at_in_few_steps():

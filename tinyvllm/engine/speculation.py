@@ -17,6 +17,7 @@ from tinyvllm.engine.requests import ActiveRequests
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler import Schedule, Scheduled
 from tinyvllm.scheduler.drafts import num_confirmed
+from tinyvllm.speculate.cost_curve import MAX_FEW
 from tinyvllm.speculate.protocol import CapturesAhead, Controller, Draft, Drafter, DraftRequest, LookupDrafter, StateDrafter, StateRows
 from tinyvllm.speculate.watch import Watch, tenant_of
 
@@ -32,7 +33,6 @@ MAX_PROPOSE_SECONDS = 2.0  # one call; all requests wait for it
 IDLE_TOKENS = 2048  # of past outputs that an idle engine learns in a row, some 2 ms: a request that comes waits for them
 MAX_ENDED = 1024  # sequences that wait to be forgotten
 PROMPT_TOKENS = 48  # of past outputs that are learned next to a step with prompts, some 40 us: an engine may never be idle
-MAX_NEXT_TO_PROMPTS = 8  # decodes that get drafts of a lookup next to prompts: with more, no row is cheap, and what it takes is not known
 
 Drafts = dict[int, list[int]]  # by sequence id; none of them empty
 
@@ -60,7 +60,7 @@ class Speculation:
         self.rest_until = 0
         self._lookup = drafter if isinstance(drafter, LookupDrafter) else None
         self._states = drafter if isinstance(drafter, StateDrafter) else None  # once: such a test of a protocol takes 40 us
-        self._watch = Watch(self._lookup) if self._lookup is not None and controller.pauses else None
+        self._watch = Watch(self._lookup, controller.batch_pause) if self._lookup is not None and controller.pauses else None
         self._ended: list[Sequence] = []  # sequences that the drafter has not forgotten yet
         self._learns = False  # there is something for `_learn_past`
         requests.on_release = self.release
@@ -85,10 +85,15 @@ class Speculation:
         """Whether a decode of the schedule may get drafts; else it rests until the watch looks again."""
         entries = schedule.entries
         if not schedule.reused:
+            if len(entries) > MAX_FEW and watch.sleeps:
+                return False
             entries = [entry for entry in entries if entry.is_decode]
-            if self._learns and len(entries) < len(schedule.entries):
-                self._learn_past(PROMPT_TOKENS)
-            if not entries or (len(entries) > MAX_NEXT_TO_PROMPTS and len(entries) < len(schedule.entries)):
+            if len(entries) < len(schedule.entries):
+                if self._learns:
+                    self._learn_past(PROMPT_TOKENS)
+                if len(entries) > MAX_FEW:  # no row is cheap, and what they cost next to prompts is not known
+                    return False
+            if not entries:
                 return False
         self._candidates = watch.recurring(entries, schedule.reused)
         if self._candidates:

@@ -83,6 +83,9 @@ class CountedController:
     def rest(self, sequences: Row[Sequence]) -> int:
         return self._inner.rest(sequences)
 
+    def batch_pause(self, num_sequences: int) -> int:
+        return self._inner.batch_pause(num_sequences)
+
     def choose(self, requests: Row[DraftRequest], drafts: Row[Draft], num_sequences: int) -> list[int]:
         return self._inner.choose(requests, drafts, num_sequences)
 

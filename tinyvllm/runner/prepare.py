@@ -77,11 +77,11 @@ def shape_of(singles: list[Scheduled], chunks: list[Scheduled]) -> Shape:
 def usual_shapes(max_num_seqs: int, max_batched_tokens: int, max_drafts: int = 0) -> list[Shape]:
     """The shapes of most steps: a chunk of a prompt alone, decodes alone, and both together, in the order in which traffic grows.
 
-    Decodes with up to `max_drafts` drafts each have powers of two as numbers of rows.
+    Decodes with up to `max_drafts` drafts, of all sequences, have powers of two as numbers of rows.
     """
     decodes = {decode_bucket(n) for n in range(1, max_num_seqs + 1)}
     if max_drafts:
-        rows = power_bucket(min(max_num_seqs * (max_drafts + 1), max(max_num_seqs, max_batched_tokens)))
+        rows = power_bucket(min(max_num_seqs + max_drafts, max(max_num_seqs, max_batched_tokens)))
         decodes |= {1 << n for n in range(rows.bit_length())}
     mixed = sorted({power_bucket(n, 8) for n in range(1, max_num_seqs)})
     chunks = [MIN_CHUNK << n for n in range((power_bucket(max_batched_tokens, MIN_CHUNK) // MIN_CHUNK).bit_length())]
@@ -92,8 +92,8 @@ def usual_shapes(max_num_seqs: int, max_batched_tokens: int, max_drafts: int = 0
 def common_shapes(config: EngineConfig) -> list[Shape]:
     """The shapes of an engine's most common steps, those with drafts included."""
     chosen = config.speculative_config
-    max_drafts = 0 if chosen is None else chosen.max_drafts
-    return usual_shapes(config.max_num_seqs, config.max_num_batched_tokens, max_drafts)
+    drafts = 0 if chosen is None else chosen.max_step_drafts(config.max_num_seqs)
+    return usual_shapes(config.max_num_seqs, config.max_num_batched_tokens, drafts)
 
 
 def group_shared_prefixes(tables: list[list[int]]) -> list[int]:

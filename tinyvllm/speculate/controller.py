@@ -15,7 +15,7 @@ from tinyvllm.errors import ArgumentError
 from tinyvllm.request import Sequence
 from tinyvllm.speculate.cost_curve import MAX_FEW, CostCurve, StepCosts
 from tinyvllm.speculate.protocol import Draft, DraftRequest
-from tinyvllm.speculative import MAX_DRAFTS
+from tinyvllm.speculative import MAX_DRAFTS, max_lookup_drafts
 
 MAX_CHANCE = 0.98  # of a single draft: no estimate is certain
 MIN_CHANCE = 0.02  # of a draft with all before it; what is less likely never pays
@@ -35,6 +35,10 @@ class FixedController:
         return [self._num_drafts] * len(sequences)
 
     def rest(self, sequences: Row[Sequence]) -> int:
+        """None."""
+        return 0
+
+    def batch_pause(self, num_sequences: int) -> int:
         """None."""
         return 0
 
@@ -150,6 +154,7 @@ PATIENCE = 4  # times in a row that a sequence is asked in vain without a pause
 MAX_PAUSE_LOOKUP, MAX_PAUSE_MODEL = 16, 256  # tokens
 _SHORTEST = 1e-9  # seconds of a call, without its captures
 MAX_PAUSE_BATCH = 64  # steps
+MAX_ROW = 0.5  # what one more row of a large batch may cost for guesses to be tried, in what a token of the step costs
 _FADE, _ALL_HOST = 0.9, 2.0  # a call; the host's time for guesses by that of the drafter alone
 MEASURE, MEASURE_EVERY = 4, 16  # of MEASURE_EVERY steps of a number of sequences whose time is not known, MEASURE have no drafts
 _PROOF = 2  # tokens of a guess that was not verified, all right, from the first: the text may have begun to repeat
@@ -162,21 +167,20 @@ class _Account:
     saved: float = 0.0
     spent: float = 0.0
     calls: int = 0
-    pause: int = 0  # the last one
-    resume_at: int = 0  # time from which a guess is wanted again
+    pause: int = 0  # the last one, if drafts have not paid since
 
     def spend(self, seconds: float) -> None:
         self.saved, self.spent, self.calls = _FADE * self.saved, _FADE * self.spent + _ALL_HOST * seconds, self.calls + 1
 
-    def sleeps(self, time: int) -> bool:
-        """Whether guesses must wait. Where they have taken more than they save, pauses double."""
-        if time < self.resume_at:
-            return True
-        if self.calls < PATIENCE or self.saved >= self.spent:
-            return False
-        self.calls, self.pause = PATIENCE - 1, min(MAX_PAUSE_BATCH, 2 * self.pause or PATIENCE)
-        self.resume_at = time + self.pause
-        return True
+    def next_pause(self) -> int:
+        """Steps without guesses from now on; where these have taken more than they save, twice the last pause. Then one is tried."""
+        if self.calls < PATIENCE:
+            return 0
+        if self.saved >= self.spent:
+            self.pause = 0
+        else:
+            self.calls, self.pause = PATIENCE - 1, min(MAX_PAUSE_BATCH, 2 * self.pause or PATIENCE)
+        return self.pause
 
 
 @dataclass(slots=True)
@@ -236,14 +240,10 @@ class AdaptiveController:
             return [0] * len(sequences)
         if self._looks_up:
             self._account = self._account_of(num_sequences)
-            resume_at = self._time + MAX_PAUSE_LOOKUP
-            if self._account is not None and self._account.sleeps(self._time):
-                resume_at, most = self._account.resume_at, 0
-            else:
-                most = self._worth(num_sequences, sum(awake))
+            most = self._worth(num_sequences, sum(awake))
             if not most:  # whatever the guess
                 for history in histories:
-                    history.resume_at = max(history.resume_at, resume_at)
+                    history.resume_at = max(history.resume_at, self._time + MAX_PAUSE_LOOKUP)
                 return [0] * len(sequences)
         else:
             most = self._passes(histories, awake, num_sequences)
@@ -252,6 +252,18 @@ class AdaptiveController:
             if asked and self._looks_up:
                 self._ask(history)
         return [max(1, most) if asked else 0 for asked in awake]
+
+    def batch_pause(self, num_sequences: int) -> int:
+        """For a large batch whose rows cost nearly what its tokens do, and where guesses have taken more than they saved."""
+        account = self._account_of(num_sequences) if self._looks_up else None
+        if account is None:
+            return 0
+        half, seconds = num_sequences // 2, self.costs.seconds
+        if self.costs.knows(half) and self.costs.knows(num_sequences):
+            row = 2 * (1 - seconds(half, 0) / seconds(num_sequences, 0))  # the second half of the rows, by their share of the step
+            if row > MAX_ROW:
+                return MAX_PAUSE_BATCH
+        return account.next_pause()
 
     def rest(self, sequences: Row[Sequence]) -> int:
         """Until the shortest of the sequences' pauses ends, or a guess that waits can be scored."""
@@ -265,6 +277,8 @@ class AdaptiveController:
             if draft.tokens:
                 candidates += [(chance, -i) for chance in self._chances(self._note(request.sequence, draft))]
         candidates.sort(reverse=True)
+        if self._looks_up:
+            del candidates[max_lookup_drafts(num_sequences) :]
         counts = [0] * len(drafts)
         best = self._best_count([chance for chance, _ in candidates], num_sequences)
         for _, i in candidates[:best]:

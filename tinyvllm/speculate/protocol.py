@@ -179,6 +179,10 @@ class Controller(Protocol):
         """
         ...
 
+    def batch_pause(self, num_sequences: int) -> int:
+        """With `pauses`: for how many steps a batch of that size wants no drafts, whatever its sequences are. 0: it is worth a look."""
+        ...
+
     def choose(self, requests: Row[DraftRequest], drafts: Row[Draft], num_sequences: int) -> list[int]:
         """How many tokens of each draft, from its first, are verified. Larger numbers than a draft has are cut."""
         ...
