@@ -85,7 +85,7 @@ def test_importance_of_another_model_is_refused_before_anything_is_loaded(tmp_pa
 
 
 def test_packings_are_kept_apart_by_their_importance(tmp_path):
-    from tinyvllm.runner.weights import WeightPlan
+    from tinyvllm.runner.weight_plan import WeightPlan
     from tinyvllm.weights.imatrix import read_imatrix
 
     plans = [WeightPlan(Placement("CPU"), dtypes.float32, "Q4_K")]

@@ -46,7 +46,8 @@ def load(
     """From a folder or file to a model as the runner does it; `format` is that of every matrix, None the stored one."""
     from tinyvllm.models.families import find_family, read_config, recipes_of
     from tinyvllm.runner.source import CheckpointSource, weight_dtype
-    from tinyvllm.runner.weights import WeightLoader, WeightPlan
+    from tinyvllm.runner.weight_plan import WeightPlan
+    from tinyvllm.runner.weights import WeightLoader
     from tinyvllm.weights.checkpoint import open_checkpoint
 
     checkpoint = checkpoint or open_checkpoint(path)
@@ -170,7 +171,7 @@ def test_dummy_weights(tiny_model, format):
 def test_a_format_without_kernels_on_the_device_is_refused(monkeypatch):
     from tinyvllm.models.config import WeightRecipe
     from tinyvllm.runner import weights
-    from tinyvllm.runner.weights import WeightPlan
+    from tinyvllm.runner.weight_plan import WeightPlan
 
     monkeypatch.setattr(weights, "packed_in", lambda layout: ("Q8_0", "Q4_0", "Q4_K"))
     monkeypatch.setattr(weights, "formats_in", lambda layout: ("F16", "Q8_0", "Q4_0", "Q4_K"))

@@ -18,7 +18,8 @@ from tinyvllm.runner.kv import BlockShape
 from tinyvllm.runner.outlined import WeightOutline
 from tinyvllm.runner.source import CheckpointSource, matrix_format, require_quantization, weight_dtype
 from tinyvllm.runner.split import Split, rank_group, shared_layout
-from tinyvllm.runner.weights import WeightLoader, WeightPlan
+from tinyvllm.runner.weight_plan import WeightPlan
+from tinyvllm.runner.weights import WeightLoader
 from tinyvllm.weights.checkpoint import Checkpoint, open_checkpoint, open_description
 from tinyvllm.weights.hub import resolve_model
 from tinyvllm.weights.imatrix import read_imatrix

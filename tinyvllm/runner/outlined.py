@@ -16,7 +16,8 @@ from tinyvllm.models.config import WeightRecipe
 from tinyvllm.models.projections import Product
 from tinyvllm.quant.formats import Layout, packed_in
 from tinyvllm.quant.layouts import MixedWeight, PackedWeight, RowWeight, StoredWeight, TileWeight, panel_bytes, row_bytes
-from tinyvllm.runner.weights import WeightLoader, WeightPlan
+from tinyvllm.runner.weight_plan import WeightPlan
+from tinyvllm.runner.weights import WeightLoader
 from tinyvllm.weights.checkpoint import Checkpoint
 from tinyvllm.weights.convert import DTYPE_FORMATS
 from tinyvllm.weights.load import check_sources, rows_format

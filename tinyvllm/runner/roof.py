@@ -26,7 +26,8 @@ from tinyvllm.placement import Placement
 from tinyvllm.quant.layouts import row_bytes
 from tinyvllm.runner.memory import READ_BYTES, read_bandwidth
 from tinyvllm.runner.source import DTYPES
-from tinyvllm.runner.weights import WeightLoader, WeightPlan
+from tinyvllm.runner.weight_plan import WeightPlan
+from tinyvllm.runner.weights import WeightLoader
 from tinyvllm.storage.cache import open_cache
 from tinyvllm.weights.convert import DTYPE_FORMATS
 

@@ -59,7 +59,7 @@ from tinyvllm.runner.opened import OpenedModel, open_model
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
 from tinyvllm.runner.sizes import pool_size
 from tinyvllm.runner.step import Logits, PreparedStep, StepPlan
-from tinyvllm.runner.weights import WeightPlan
+from tinyvllm.runner.weight_plan import WeightPlan
 from tinyvllm.scheduler import Schedule, Scheduled
 from tinyvllm.weights.checkpoint import open_checkpoint
 from tinyvllm.weights.quantized.notes import describe

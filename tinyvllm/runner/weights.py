@@ -19,15 +19,14 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinyvllm.backends.operands import KernelWeight
-from tinyvllm.backends.registry import backend_for, select
+from tinyvllm.backends.registry import select
 from tinyvllm.bridge import mapped
 from tinyvllm.errors import KernelError, ModelError
 from tinyvllm.models.config import WeightRecipe
 from tinyvllm.models.projections import LayerWeights, ModelWeights, Product
 from tinyvllm.ops.head import Table
 from tinyvllm.ops.linear import TensorWeight, Weight
-from tinyvllm.placement import Placement
-from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in, packed_in, tolerance_of
+from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in, packed_in
 from tinyvllm.quant.layouts import (
     MixedWeight,
     PackedWeight,
@@ -39,100 +38,20 @@ from tinyvllm.quant.layouts import (
     panel_bytes,
     row_bytes,
 )
-from tinyvllm.quant.mixes import Quantization
 from tinyvllm.quant.slices import ColumnShare, RowShare
 from tinyvllm.runner.load_notes import LoadNotes
 from tinyvllm.runner.packing import Rows, pack_panels, place_tiles
 from tinyvllm.runner.split import Split
 from tinyvllm.runner.weight_cache import WeightCache
+from tinyvllm.runner.weight_plan import WeightPlan
 from tinyvllm.weights.checkpoint import Checkpoint
 from tinyvllm.weights.convert import DTYPE_FORMATS
 from tinyvllm.weights.dummy import dummy_rows, dummy_source, dummy_tensors
-from tinyvllm.weights.imatrix import ImportanceMatrix
 from tinyvllm.weights.load import check_range, column_order, load_rows, load_tensors, locate_rows, rows_format
 from tinyvllm.weights.mapping import BuiltRecord, TensorRecord, allocate
 from tinyvllm.weights.memory import place_bytes
 
 Progress = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True)
-class WeightPlan:
-    """How to hold weights: `dtype` of what is not packed; `format` of every matrix, a float format or a name of `--quantization`.
-
-    A `format` of None keeps the one that the file has. `imatrix` weighs the columns of matrices that are quantized.
-    """
-
-    placement: Placement
-    dtype: DType
-    format: str | None
-    imatrix: ImportanceMatrix | None = None
-
-    @property
-    def layout(self) -> Layout:
-        """The layout that the device's kernels read; panels for a device without kernels."""
-        backend = backend_for(self.placement)
-        return Layout.PANELS if backend is None else backend.layout
-
-    @property
-    def floats(self) -> str:
-        """The format of `dtype`."""
-        return DTYPE_FORMATS[self.dtype]
-
-    def multiplies(self, recipe: WeightRecipe) -> bool:
-        """Whether the device has kernels for the op of a matrix; a device without any has those of the reference."""
-        backend = backend_for(self.placement)
-        return backend is None or recipe.stem in backend.stems
-
-    def wanted(self, recipes: list[WeightRecipe]) -> dict[str, str]:
-        """The format of each matrix of a model by the recipe's name; none where the file's formats are kept.
-
-        ModelError if the device has no kernels for one of them.
-        """
-        if self.format is None:
-            return {}
-        matrices = [recipe for recipe in recipes if len(recipe.shape) == 2 and recipe.format is None and self.multiplies(recipe)]
-        if not self.quantized:
-            return {recipe.name: self.format for recipe in matrices}
-        layers = {recipe.name.split(".")[1] for recipe in recipes if recipe.name.startswith("blk.")}
-        rule = Quantization(self.format, len(layers), all(recipe.name != "output.weight" for recipe in recipes))
-        formats = {recipe.name: rule.format_of(recipe.name, recipe.shape[1]) for recipe in matrices}
-        known = packed_in(self.layout)
-        if lacking := [format for format in dict.fromkeys(formats.values()) if format not in known]:
-            some = "" if lacking[0] == self.format else f" (some of {self.format})"
-            raise ModelError(
-                f"weights: {self.placement} has no kernels for {lacking[0]} matrices{some}, only for {', '.join(known)} and floats"
-            )
-        return formats
-
-    def needed_bytes(self, recipes: list[WeightRecipe], checkpoint: Checkpoint | None) -> int:
-        """About how much the weights of these recipes take: vectors in float32, matrices as `format` wants or as the file has them."""
-        stored, packed = {} if checkpoint is None else checkpoint.tensors, packed_in(self.layout)
-        wanted, total = self.wanted(recipes), 0
-        for recipe in recipes:
-            source = next((stored[name].format for name in recipe.sources if name in stored), self.floats)
-            matrix = wanted.get(recipe.name) or (source if source in packed and self.multiplies(recipe) else self.floats)
-            format = FORMATS["F32" if len(recipe.shape) == 1 else recipe.format or matrix]
-            total += prod(recipe.shape) * format.nbytes // format.elements
-        return total
-
-    def matrix_formats(self, recipes: list[WeightRecipe], checkpoint: Checkpoint | None) -> set[str]:
-        """The formats that matrices of these recipes will have."""
-        if wanted := self.wanted(recipes):
-            return set(wanted.values())
-        stored, packed = {} if checkpoint is None else checkpoint.tensors, packed_in(self.layout)
-        sources = {stored[name].format for recipe in recipes if len(recipe.shape) == 2 for name in recipe.sources if name in stored}
-        return {source if source in packed else self.floats for source in sources | {self.floats}}
-
-    @property
-    def quantized(self) -> bool:
-        """Whether every matrix must be packed."""
-        return self.format is not None and self.format not in FLOATS
-
-    @property
-    def identity(self) -> str:
-        """What packed matrices depend on, in addition to the checkpoint."""
-        return " ".join([self.floats, str(self.format), *([] if self.imatrix is None else [self.imatrix.digest])])
 
 
 @dataclass(frozen=True, eq=False)
@@ -514,12 +433,6 @@ class WeightLoader:
 def _identity(plan: WeightPlan, split: Split | None) -> str:
     """What the packed matrices of this process depend on."""
     return plan.identity if split is None else f"{plan.identity} rank {split.group.rank} of {split.group.world_size}"
-
-
-def widest_tolerance(formats: set[str], layout: Layout) -> tuple[str, float]:
-    """Of these formats (F32 if none) in this layout the one that `verify` gives the widest tolerance, and that."""
-    tolerances = {name: tolerance_of(name, layout) for name in formats or {"F32"}}
-    return max(tolerances.items(), key=lambda item: item[1])
 
 
 def place(model: Any, tensors: dict[str, Tensor]) -> None:

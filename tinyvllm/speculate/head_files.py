@@ -21,7 +21,8 @@ from tinyvllm.models.config import ModelConfig, WeightRecipe
 from tinyvllm.models.projections import Product
 from tinyvllm.runner.runner import Runner
 from tinyvllm.runner.source import weight_dtype
-from tinyvllm.runner.weights import WeightLoader, WeightPlan
+from tinyvllm.runner.weight_plan import WeightPlan
+from tinyvllm.runner.weights import WeightLoader
 from tinyvllm.weights.checkpoint import Checkpoint, open_checkpoint
 from tinyvllm.weights.mapping import Record
 

@@ -17,7 +17,7 @@ from tinyvllm.engine.prompt import Prompt, encode_prompt
 from tinyvllm.errors import ArgumentError, ModelError
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.runner.verify import Comparison, PlaceError
-from tinyvllm.runner.weights import widest_tolerance
+from tinyvllm.runner.weight_plan import widest_tolerance
 from tinyvllm.sampling.divergence import divergence, log_softmax
 from tinyvllm.scheduler import Scheduled
 
