@@ -170,11 +170,10 @@ def test_dummy_weights(tiny_model, format):
 
 def test_a_format_without_kernels_on_the_device_is_refused(monkeypatch):
     from tinyvllm.models.config import WeightRecipe
-    from tinyvllm.runner import weights
+    from tinyvllm.runner import weight_plan
     from tinyvllm.runner.weight_plan import WeightPlan
 
-    monkeypatch.setattr(weights, "packed_in", lambda layout: ("Q8_0", "Q4_0", "Q4_K"))
-    monkeypatch.setattr(weights, "formats_in", lambda layout: ("F16", "Q8_0", "Q4_0", "Q4_K"))
+    monkeypatch.setattr(weight_plan, "packed_in", lambda layout: ("Q8_0", "Q4_0", "Q4_K"))
     recipes = [WeightRecipe("blk.0.attn_q.weight", (64, 256), ("a",)), WeightRecipe("output.weight", (64, 256), ("b",))]
     with pytest.raises(ModelError, match="METAL has no kernels for IQ4_NL matrices, only for Q8_0, Q4_0, Q4_K.* and floats"):
         WeightPlan(Placement("METAL"), dtypes.float16, "IQ4_NL").wanted(recipes)
