@@ -23,11 +23,11 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
     return [256, *np.random.default_rng(seed).integers(32, 127, tokens - 1).tolist()]
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_model) -> Iterator[LLM]:
+@pytest.fixture(scope="module", params=["off", {"method": "suffix", "num_speculative_tokens": 4}], ids=["plain", "drafts"])
+def llm(tiny_model, request) -> Iterator[LLM]:
     with LLM(
         tiny_model, device="CPU", max_model_len=128, max_num_seqs=6, max_num_batched_tokens=24, num_blocks=14, swap_space="1MB",
-        preemption_mode="swap",
+        preemption_mode="swap", speculative_config=request.param,
     ) as llm:  # fmt: skip
         yield llm
 
@@ -84,7 +84,8 @@ def test_an_abort_between_any_two_steps(llm, undisturbed, kind: str, overlap: bo
         heard |= finish(engine)
         assert heard["calm"].outputs[0].token_ids == undisturbed
         assert over or {part.finish_reason for part in heard["other"].outputs} <= {"abort", "stop", "length"}
-        assert over or "abort" in {part.finish_reason for part in heard["other"].outputs}
+        if kind != "best of":  # the best may be one that had ended: with drafts they do not end in the same step
+            assert over or "abort" in {part.finish_reason for part in heard["other"].outputs}
 
 
 def test_aborts_of_those_that_are_swapped_out(llm, undisturbed) -> None:
