@@ -266,6 +266,31 @@ def test_steps_between_two_proposals_run_as_without_a_drafter(oracle, run_ahead)
         assert {part.token_ids[:NUM] == oracle.expected["greedy"][0].outputs[0].token_ids for o in outputs for part in o.outputs} == {True}
 
 
+def test_the_controller_knows_how_many_sequences_decode(drafted, oracle):
+    """What a draft costs depends on them: beams, which get none, count, and sequences whose prompt is computed do not."""
+    controller, heard = Fixed(2), set[tuple[str, int, int]]()
+    for name in ("limits", "choose"):
+        method = getattr(controller, name)
+        setattr(
+            controller, name, lambda some, *rest, name=name, method=method: heard.add((name, len(some), rest[-1])) or method(some, *rest)
+        )
+    engine = drafted.engine
+    engine.speculate(Scripted(oracle.right), controller)
+    engine.add("decode", prompt(0)["prompt_token_ids"], params("greedy"))
+    engine.step()
+    engine.add("prompt", [0, *range(10, 120)], params("greedy", max_tokens=1))  # two chunks
+    engine.step()
+    assert heard == {("limits", 1, 1), ("choose", 1, 1)}
+    while engine.has_work():
+        engine.step()
+    heard.clear()
+    engine.add("decode", prompt(0)["prompt_token_ids"], params("greedy"))
+    engine.add("beams", prompt(0)["prompt_token_ids"], BeamSearchParams(2, 4, ignore_eos=True))
+    while engine.has_work():
+        engine.step()
+    assert {("limits", 1, 3), ("choose", 1, 3)} <= heard, "one sequence and two beams"
+
+
 def test_no_draft_beyond_the_longest_output(drafted):
     """The last draft leaves room for the token after it; the prompt's step draws the first of 6 tokens."""
     for length, most in ((6, 4), (2, 0)):
