@@ -273,7 +273,7 @@ def test_the_self_test_names_a_wrong_kernel(
 
 def test_every_op_is_in_the_self_test_with_every_format_and_cache() -> None:
     needs = list(gpu_checks._needs(Placement("CUDA"), dry=False))
-    assert {stem for stem, _ in needs} == TESTED
+    assert {stem for stem, _ in needs} == TESTED & registry.BACKENDS["CUDA"].stems
     products = {facts.format for stem, facts in needs if stem == "matmul"}
     assert products == {*sampled_formats(Layout.TILES)}
     assert all(

@@ -178,3 +178,21 @@ def wait_until(true: object) -> None:
     while not true():  # type: ignore[operator]
         assert time.monotonic() < end
         time.sleep(0.0005)
+
+
+def test_closing_during_a_reading_does_not_wait_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread clears the event that `close` has set, and must not wait for it then."""
+    machine = Machine()
+    meter = meter_of(machine)
+    monkeypatch.setattr(module, "PERIOD", 0.0)
+    monkeypatch.setattr(module, "IDLE_PERIOD", 0.0)
+    waits: list[float] = []
+    monkeypatch.setattr(meter._work, "wait", waits.append)
+
+    def close_meanwhile() -> None:
+        meter._closed.set()
+        meter._work.set()
+
+    monkeypatch.setattr(meter, "read", close_meanwhile)
+    meter._run()
+    assert not waits

@@ -167,7 +167,7 @@ class Meter:
             self.read()
             self._work.clear()
             self.asleep = True  # before the look at the accounts: a step that begins now either is seen, or wakes the thread
-            if any(account.in_step for account in list(self._accounts)):
+            if self._closed.is_set() or any(account.in_step for account in list(self._accounts)):  # closed before `clear`, perhaps
                 self.asleep = False
                 continue
             woken = self._work.wait(IDLE_PERIOD)
