@@ -62,7 +62,7 @@ def decode_seconds(llm: LLM, sequences: int, context: int) -> float:
     """Of a step of decodes alone: with parts of prompts in it, it would be another step, and the scheduler would shorten these."""
     stepping, spans = Stepping(llm), []
     for _ in range(_ROUNDS):
-        stepping.begin([_prompt(context - _TOKENS // 2, s) for s in range(sequences)], room=_TOKENS + 8)
+        stepping.begin([_prompt(context - _TOKENS // 2, s) for s in range(sequences)])
         stepping.steps(4)
         start = time.perf_counter()
         stepping.steps(_TOKENS - 8)
