@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tinyvllm.placement import Placement
 from tinyvllm.runner import roof
-from tinyvllm.runner.planned import Matrices, StepTimes
+from tinyvllm.runner.planned import HOST_SEQUENCE, HOST_STEP, Matrices, StepTimes
 from tinyvllm.runner.roof import ProductRate, Roof, measured_roof
 from tinyvllm.storage.cache import CacheFolder
 
@@ -119,6 +121,7 @@ def test_times_are_numbers_of_matrices_by_their_rates():
     assert times.decode(1, 0) == pytest.approx(1.4 + launches)
     assert times.decode(1, 1000) - times.decode(1, 0) == pytest.approx(1000 * 1e5 / 1e11)
     assert times.decode(16, 0) == pytest.approx(2.8 + launches)
+    assert replace(times, host_waits=True).decode(16, 0) == pytest.approx(2.8 + launches + HOST_STEP + 16 * HOST_SEQUENCE)
     attention = 2 * 10 * 1000 * 1e6 / rate.operations_per_second
     assert times.prompt(1000, 500) - times.prompt(1000) == pytest.approx(attention)
     assert times.prompt(1000) == pytest.approx(13 * 1000 / 256 + 0.1 + attention + launches), "the head has one row"
