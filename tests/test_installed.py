@@ -20,7 +20,6 @@ from tinyvllm.config import VERSION
 ROOT = Path(__file__).parent.parent
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "tinyvllm", "kernels")
 BIN = Path(sys.executable).parent
-PASSED_ON = re.compile(r"(PIP|UV|SSL|.*_PROXY|.*_proxy)(_.*)?")  # how package indexes are reached
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +61,20 @@ def test_the_wheel_has_every_source_kernel_and_page(wheel: Path) -> None:
     assert {"server", "cuda", "clang"} <= set(re.findall(r"^Provides-Extra: (\S+)", metadata, re.MULTILINE))
 
 
-def clean(home: Path) -> dict[str, str]:
-    """The environment of a user without anything: no checkout, no cache, no activated environment."""
+@pytest.fixture(scope="module")
+def packages(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheels that an installation takes, fetched by pip, which reaches an index here; uv may not, with certificates of its own."""
+    folder = tmp_path_factory.mktemp("packages")
+    run(sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(folder), f"{wheel}[server,clang]", cwd=folder)
+    return folder
+
+
+def clean(home: Path, packages: Path) -> dict[str, str]:
+    """The environment of a user without anything: no checkout, no cache, no activated environment; the index is a folder."""
     home.mkdir()
-    kept = {name: value for name, value in os.environ.items() if PASSED_ON.fullmatch(name)}
-    return {**kept, "HOME": str(home), "PATH": os.pathsep.join(("/usr/local/bin", "/usr/bin", "/bin")), "UV_PYTHON": sys.executable}
+    path = os.pathsep.join(("/usr/local/bin", "/usr/bin", "/bin"))
+    index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(packages), "UV_OFFLINE": "1", "UV_FIND_LINKS": str(packages)}
+    return {**index, "HOME": str(home), "PATH": path, "UV_PYTHON": sys.executable}
 
 
 def check(finding: str, findings: list[dict[str, str]]) -> dict[str, str]:
@@ -74,9 +82,9 @@ def check(finding: str, findings: list[dict[str, str]]) -> dict[str, str]:
 
 
 @pytest.mark.long
-def test_pipx_install(wheel: Path, tmp_path: Path) -> None:
+def test_pipx_install(wheel: Path, packages: Path, tmp_path: Path) -> None:
     pytest.importorskip("pipx")
-    env = clean(tmp_path / "home")
+    env = clean(tmp_path / "home", packages)
     run(sys.executable, "-m", "pipx", "install", "--python", sys.executable, f"{wheel}[server,clang]", cwd=tmp_path, env=env)
     command = str(tmp_path / "home" / ".local" / "bin" / "tinyvllm")
     assert run(command, "--version", cwd=tmp_path, env=env).strip() == f"tinyvllm {VERSION}"
@@ -109,9 +117,9 @@ def check_server(command: str, folder: Path, env: dict[str, str]) -> None:
 
 
 @pytest.mark.long
-def test_uvx(wheel: Path, tmp_path: Path) -> None:
+def test_uvx(wheel: Path, packages: Path, tmp_path: Path) -> None:
     uv = pytest.importorskip("uv")
-    env = clean(tmp_path / "home")
+    env = clean(tmp_path / "home", packages)
     uvx = [uv.find_uv_bin(), "tool", "run", "--from", f"{wheel}[clang]", "tinyvllm"]
     assert run(*uvx, "--version", cwd=tmp_path, env=env).strip() == f"tinyvllm {VERSION}"
     assert run(*uvx, "--prompt", "Once upon a time", "--max-tokens", "4", cwd=tmp_path, env=env)

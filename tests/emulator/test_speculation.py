@@ -12,7 +12,7 @@ from tests.emulator.driver import cuda_device
 from tests.engine.drafting import Oracle, speculate
 from tests.engine.test_rounds import all_free, results
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.backends.registry import choices
+from tinyvllm.backends.registry import choices, forget_choices
 from tinyvllm.config import DEFAULT_MODEL as MODEL
 from tinyvllm.engine import speculation
 
@@ -40,6 +40,7 @@ def check_heads(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = str(Path(tinyvllm.demo.__file__).parent / "heads")
     config = {"method": "eagle3", "model": heads, "num_speculative_tokens": 2}
     wanted = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    forget_choices()  # of engines before, whose families may need the reference
     with LLM(MODEL, device=device, **options) as plain:
         expected = results(plain.generate(TEXTS[:1], wanted))
     with LLM(MODEL, device=device, speculative_config=config, **options) as llm:

@@ -66,8 +66,10 @@ UNDIVIDED = {
     "gpt2": "learned positions",
     "granite": "a scaled residual stream",
     "granite4": "a scaled residual stream",
+    "mixtral": "experts",
     "olmo2": "norms of q and k over all heads",
     "olmo3": "norms of q and k over all heads",
+    "olmoe": "experts",
     "qwen3moe": "experts",
     "qwen3moe-mixed": "experts",
 }
