@@ -12,18 +12,7 @@
 #include "lanes.h"
 #include "meeting.h"
 
-#if BIAS
-#define BIAS_ARGUMENT const float *bias,
-#else
-#define BIAS_ARGUMENT
-#define bias ((const float *)0)
-#endif
-#if RESIDUAL
-#define RESIDUAL_ARGUMENT const float *residual,
-#else
-#define RESIDUAL_ARGUMENT
-#define residual ((const float *)0)
-#endif
+#include "arguments.h"  // the last one
 
 #define UNIT_COLUMNS 512  // a row of one decode is shared by the threads, too
 #define UNITS ((O + UNIT_COLUMNS - 1) / UNIT_COLUMNS)

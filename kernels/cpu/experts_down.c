@@ -20,12 +20,7 @@
 
 #define PANELS (E / 16)
 #define COLUMNS 512
-#if RESIDUAL
-#define RESIDUAL_ARGUMENT const float *residual,
-#else
-#define RESIDUAL_ARGUMENT
-#define residual ((const float *)0)
-#endif
+#include "arguments.h"  // the last one
 
 static inline void multiply_task(float *outputs, const uint8_t *weight, int first, int end, const uint8_t *next_panel,
                                  const uint8_t *prepared, const int32_t *order, int count, uint8_t *area);

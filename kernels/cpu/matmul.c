@@ -27,18 +27,7 @@
 
 #define PIECE 96  // rows; a multiple of twelve
 
-#if BIAS
-#define BIAS_ARGUMENT const float *bias,
-#else
-#define BIAS_ARGUMENT
-#define bias ((const float *)0)
-#endif
-#if RESIDUAL
-#define RESIDUAL_ARGUMENT const float *residual,
-#else
-#define RESIDUAL_ARGUMENT
-#define residual ((const float *)0)
-#endif
+#include "arguments.h"  // the last one
 
 #ifndef OUT_SCALE
 #define OUT_SCALE 1.0f

@@ -18,12 +18,7 @@
 
 #define PIECE 96  // rows; a multiple of twelve
 
-#if BIAS
-#define BIAS_ARGUMENT const float *bias,
-#else
-#define BIAS_ARGUMENT
-#define bias ((const float *)0)
-#endif
+#include "arguments.h"  // the last one
 
 static void norm_gate_up_silu(float *out, void *scratch, const float *x, NORM_ARGUMENT const void *weight,
                               BIAS_ARGUMENT const int32_t *rows, const struct thread_team *team) {
