@@ -48,13 +48,16 @@ def main(socket_fd: int, memory_fd: int) -> None:
 
 def run(runner: Any, memory: SharedMemory, messages: IO[bytes]) -> None:
     """Run what rank 0 announces until its end of the socket is closed."""
+    from tinyvllm.runner.prepare import Shape
+
     for line in messages:
         message = json.loads(line)
         if message["do"] == "copy":
             runner.pool.copy([tuple(pair) for pair in message["pairs"]])
         else:
-            count = message["count"]
-            runner.run_announced(message["shape"], message["all_rows"], np.array(memory.inputs[:count]), message["values"])
+            plan = runner.plan_of(Shape(*message["shape"]), message["all_rows"])
+            plan.inputs.load(np.array(memory.inputs[: message["count"]]))
+            plan.forward(**message["values"])
 
 
 def send_heartbeats(link: socket.socket) -> None:

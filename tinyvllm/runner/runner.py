@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import asdict, astuple, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -42,8 +40,6 @@ from tinyvllm.bridge import (
     upload,
 )
 from tinyvllm.config import MAX_SCHEDULER_STEPS, EngineConfig
-from tinyvllm.distributed.memory import SharedMemory
-from tinyvllm.distributed.ranks import Ranks
 from tinyvllm.errors import ArgumentError, RequestError
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.advance import History, advance
@@ -57,6 +53,7 @@ from tinyvllm.runner.kv import KVPool
 from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory, check_weights
 from tinyvllm.runner.opened import OpenedModel, open_model
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
+from tinyvllm.runner.ranked import RankedSteps
 from tinyvllm.runner.sizes import pool_size
 from tinyvllm.runner.step import Logits, PreparedStep, StepPlan
 from tinyvllm.runner.weight_plan import WeightPlan
@@ -116,42 +113,16 @@ class Runner:
         self.kept_steps = kept_steps(self.placement, config, self._roots()) if opened.split is None else None
         self.self_test = packing + self._test_kernels(config)
         self.rounds_in_background = True  # rounds that the device runs alone are in the background: the host has something to do meanwhile
-        self._memory = opened.memory
-        self.ranks = None if opened.memory is None else self._start_ranks(config, opened.memory)
-
-    def _start_ranks(self, config: EngineConfig, memory: SharedMemory) -> Ranks:
-        """Start the other ranks and wait until each has its part of the model."""
-        options = asdict(replace(config, num_blocks=self.pool.num_blocks, kv_memory=None, kv_events_config=None, record=None))
-        ranks = Ranks(memory, {"layout": asdict(memory.layout), "config": options}, thread_pool().num_threads)
-        weakref.finalize(self, ranks.close)
-        return ranks
+        self.ranks = None if opened.memory is None else RankedSteps(config, self.pool.num_blocks, opened.memory)
 
     def close(self) -> None:
         """End the other ranks."""
         if self.ranks is not None:
             self.ranks.close()
 
-    def run_announced(self, shape: list[int], all_rows: bool, inputs: np.ndarray, values: dict[str, int]) -> None:
-        """In a rank above 0: run a step of rank 0's, whose arrays are `inputs`."""
-        key = Shape(*shape)
-        plan = self._steps.get((key, all_rows, ())) or self._new_step(key, all_rows)
-        plan.inputs.load(inputs)
-        plan.forward(**values)
-
-    def _announced(self, step: PreparedStep, ranks: Ranks, memory: SharedMemory) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Run a step in all ranks."""
-        inputs = step.plan.inputs
-        arrays = inputs.copied_arrays()
-        memory.inputs[: len(arrays)] = arrays
-        ranks.step_started()
-        ranks.send(do="step", shape=astuple(inputs.shape), all_rows=inputs.all_rows, values=step.values, count=len(arrays))
-        try:
-            result: tuple[Tensor, Tensor | None, Tensor | None] = step.plan.forward(**step.values)
-        except BaseException:
-            ranks.abandon()  # they wait for a meeting to which this rank does not come
-            raise
-        ranks.step_ended()
-        return result
+    def plan_of(self, shape: Shape, all_rows: bool = False) -> StepPlan:
+        """The inputs and captures of steps of a shape, made when they are first wanted."""
+        return self._steps.get((shape, all_rows, self._state_layers)) or self._new_step(shape, all_rows)
 
     def _roots(self) -> dict[str, object]:
         """What all steps read, and what decides their kernels."""
@@ -257,14 +228,12 @@ class Runner:
             self.pool.write([block for _, block in schedule.swap_in], self._hosted[[host for host, _ in schedule.swap_in]])
         if schedule.copies:
             if self.ranks is not None:
-                self.ranks.send(do="copy", pairs=schedule.copies)
+                self.ranks.copy(schedule.copies)
             self.pool.copy(schedule.copies)
 
     def launch(self, step: PreparedStep) -> Logits:
         """Start a prepared step. Its results are in buffers that the next step of this shape overwrites."""
-        if self.ranks is not None and self._memory is not None:
-            return Logits(*self._announced(step, self.ranks, self._memory))
-        return Logits(*step.plan.forward(**step.values))
+        return Logits(*(step.plan.forward(**step.values) if self.ranks is None else self.ranks.run(step)))
 
     def advance(self, step: PreparedStep, sampled: Tensor, draw: CapturedCall | None, rounds: int) -> Iterator[np.ndarray]:
         """Advance a step of decodes by the tokens just `sampled` [B], then `rounds` - 1 times by its own; tokens [n, B] as they come.
@@ -407,7 +376,7 @@ class Runner:
 
     def _prepare(self, singles: list[Scheduled], chunks: list[Scheduled], all_rows: bool) -> PreparedStep:
         shape = shape_of(singles, chunks)
-        plan = self._steps.get((shape, all_rows, self._state_layers)) or self._new_step(shape, all_rows)
+        plan = self.plan_of(shape, all_rows)
         blocks = plan.inputs.fill(singles, chunks, self.pool.block_size)
         rows = [entry for entry in singles + chunks for _ in range(entry.num_logits)]
         values = {"num_blocks": blocks} if self._table_width > 1 else {}
