@@ -40,7 +40,10 @@ _FLAGS = {
 
 Line = dict[str, Any]
 
-# what a row is called: format and test of `benchmarks.compare`, shape tinyllama-1.1b
+SHAPE, EXPERTS = "tinyllama-1.1b", "qwen3-moe-4b"  # of benchmarks.shapes
+NAMES = {SHAPE: "TinyLlama-1.1B's shape", EXPERTS: "64 experts, 8 a token"}
+
+# what a row is called: format and test of `benchmarks.compare`
 COMPARED = {
     "one sequence, bf16": ("BF16", "decode"),
     "one sequence, Q8_0": ("Q8_0", "decode"),
@@ -65,11 +68,15 @@ def records(name: str, forced: bool = False) -> list[Line]:
 
 
 def processor(line: Line) -> str:
-    """ "2 cores of an AMD EPYC (AVX2, AVX-512, VNNI, BF16)", and which kernels were forced."""
+    """ "2 cores of an AMD EPYC, Zen 4 (AVX2, AVX-512, VNNI, BF16)", and which kernels were forced.
+
+    Older records have no `core`; of the EPYCs with AVX-512 only Zen 5 has AVX-VNNI too.
+    """
     isa = line["isa"].split()
+    core = line.get("core") or ("Zen 5" if "EPYC" in line["cpu"] and {"avx_vnni", "avx512f"} <= set(isa) else "")
     flags = ", ".join(text for flag, text in _FLAGS.items() if flag in isa and (flag != "avx_vnni" or "avx512f" not in isa))
     forced = f", with `TINYVLLM_KERNELS={line['forced']}`" if line.get("forced") else ""
-    return f"{line['cores']} cores of an {line['cpu']} ({flags}){forced}"
+    return f"{line['cores']} cores of an {line['cpu']}{core and f', {core}'} ({flags}){forced}"
 
 
 def newest(lines: Iterable[Line], **wanted: object) -> Line | None:
@@ -82,11 +89,11 @@ def by_processor(lines: list[Line], block: Callable[[list[Line]], str]) -> str:
     return "\n\n".join(f"{kind}:\n\n{block([line for line in lines if processor(line) == kind])}" for kind in kinds)
 
 
-def compared(lines: list[Line], roofs: bool) -> str:
+def compared(lines: list[Line], roofs: bool, shape: str = SHAPE) -> str:
     """Tokens a second of every contestant; with `roofs` also their share of what reading the weights once a token allows."""
     rows: list[list[object]] = []
     for label, (format, test) in COMPARED.items():
-        line = newest(lines, shape="tinyllama-1.1b", format=format, test=test)
+        line = newest(lines, shape=shape, format=format, test=test)
         if line is None:
             continue
         rates = {name: figures["rate"] for name, figures in line["tok_s"].items()}
@@ -99,7 +106,7 @@ def compared(lines: list[Line], roofs: bool) -> str:
             row += [line["read_GBps"], line.get("settings", {}).get("llama.cpp", ""), line["commit"]]
         rows.append(row)
     roof_columns = ["tinyvllm of the roof", "llama.cpp of the roof", "GB/s", "llama.cpp's settings", "commit"] if roofs else []
-    return table(["tok/s, TinyLlama-1.1B's shape", *PEERS, "tinyvllm / best other", *roof_columns], rows)
+    return table([f"tok/s, {NAMES[shape]}", *PEERS, "tinyvllm / best other", *roof_columns], rows)
 
 
 def _rate(value: float | None) -> str:
@@ -108,6 +115,7 @@ def _rate(value: float | None) -> str:
 
 def readme(lines: list[Line]) -> str:
     """The table of the newest kind of processor."""
+    lines = [line for line in lines if line["shape"] == SHAPE]
     kind = processor(lines[-1])
     return f"{kind}:\n\n{compared([line for line in lines if processor(line) == kind], roofs=False)}"
 
@@ -178,8 +186,13 @@ def ops(lines: list[Line]) -> str:
     return table([f"us, commit {line['commit']}", "tinygrad", "kernel", "times faster"], rows)
 
 
-def engines(lines: list[Line]) -> str:
-    return by_processor(lines, lambda kind: compared(kind, roofs=True))
+def engines(lines: list[Line], shape: str = SHAPE) -> str:
+    own = [line for line in lines if line["shape"] == shape]
+    return by_processor(own, lambda kind: compared(kind, roofs=True, shape=shape)) or "No record of a clean commit yet."
+
+
+def experts(lines: list[Line]) -> str:
+    return engines(lines, EXPERTS)
 
 
 def quality(lines: list[Line]) -> str:
@@ -256,11 +269,12 @@ def lab_pictures(_: list[Line]) -> str:
     return "\n\n".join(f"![{path.stem.replace('_', ' ')}]({LAB_PICTURES}/{path.name})" for path in paths) or "No pictures yet."
 
 
-WITH_FORCED = (engines,)  # a table for each choice of kernels
+WITH_FORCED = (engines, experts)  # a table for each choice of kernels
 WITHOUT_RECORDS = (others, lab_pictures)  # they say themselves what is missing
 BLOCKS: dict[str, tuple[str, Callable[[list[Line]], str]]] = {
     "readme": ("compare", readme),
     "engines": ("compare", engines),
+    "experts": ("compare", experts),
     "ops": ("reference", lambda lines: by_processor(lines, ops)),
     "kv_cache": ("kv_cache", lambda lines: by_processor(lines, kv_caches)),
     "others": ("traffic", others),

@@ -27,12 +27,11 @@ _TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 def machine() -> dict[str, object]:
     """Processor, cores, system, Python and the commit measured; `forced`, the kernels that TINYVLLM_KERNELS names, if it is set."""
     forced = {"forced": os.environ["TINYVLLM_KERNELS"]} if os.environ.get("TINYVLLM_KERNELS") else {}
-    model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        model = next((line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")), model)
+    told = cpuinfo(info.read_text()) if info.exists() else {}
     return {
-        "cpu": model,
+        "cpu": told.get("model name") or platform.processor() or platform.machine(),
+        "core": core(told),
         "isa": isa(),
         "cores": os.cpu_count(),
         "system": platform.system(),
@@ -40,6 +39,27 @@ def machine() -> dict[str, object]:
         "commit": commit(),
         **forced,
     }
+
+
+def cpuinfo(text: str) -> dict[str, str]:
+    """The first processor's lines of /proc/cpuinfo, by name."""
+    pairs = (line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
+    return {name.strip(): value.strip() for name, value in pairs}
+
+
+def core(told: dict[str, str]) -> str:
+    """The core's generation, which a virtual machine's model name lacks: "Zen 4", or "family 6 model 143"; empty if unknown.
+
+    AMD's families: 0x17 is Zen to Zen 2, 0x19 Zen 3 and, in models 0x10 to 0x1f and from 0x60 on, Zen 4, 0x1a Zen 5.
+    """
+    if "cpu family" not in told or "model" not in told:
+        return ""
+    family, model = int(told["cpu family"]), int(told["model"])
+    if told.get("vendor_id") != "AuthenticAMD" or family not in (0x17, 0x19, 0x1A):
+        return f"family {family} model {model}"
+    if family == 0x19:
+        return "Zen 4" if 0x10 <= model < 0x20 or model >= 0x60 else "Zen 3"
+    return {0x17: "Zen 2" if model >= 0x30 else "Zen", 0x1A: "Zen 5"}[family]
 
 
 def isa() -> str:

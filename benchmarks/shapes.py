@@ -58,11 +58,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         rope_theta=1000000.0, max_position_embeddings=40960, tie_word_embeddings=True, attention_bias=False,
     ),
     "llama-3.1-8b": _llama(4096, 14336, 32, 32, 8, 128256, **_llama3_scaling(8.0)),
+    # the layers of Qwen3-30B-A3B, with 64 of its 128 experts, 8 of them a token, and 12 of its 48 layers: 4 billion parameters, 0.8 a token
+    "qwen3-moe-4b": _llama(
+        2048, 768, 12, 32, 4, 32000, architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", head_dim=128, rms_norm_eps=1e-6,
+        rope_theta=1000000.0, attention_bias=False, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+    ),
 }  # fmt: skip
 
 
 def tensors(config: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """(Hugging Face name, GGUF name, shape) of every tensor, in the order of the files."""
+    """(Hugging Face name, GGUF name, shape) of every tensor, in the order of the files; GGUF's experts of a layer are one tensor."""
     E, F, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     H, K, D = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     layer = [
@@ -72,11 +77,17 @@ def tensors(config: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]]
         ("self_attn.v_proj", "attn_v", (K * D, E)),
         ("self_attn.o_proj", "attn_output", (E, H * D)),
         ("post_attention_layernorm", "ffn_norm", (E,)),
-        ("mlp.gate_proj", "ffn_gate", (F, E)),
-        ("mlp.up_proj", "ffn_up", (F, E)),
-        ("mlp.down_proj", "ffn_down", (E, F)),
     ]
-    if config["model_type"] == "qwen3":
+    if X := config.get("num_experts"):
+        layer += [
+            ("mlp.gate", "ffn_gate_inp", (X, E)),
+            ("mlp.experts.gate_proj", "ffn_gate_exps", (X, F, E)),
+            ("mlp.experts.up_proj", "ffn_up_exps", (X, F, E)),
+            ("mlp.experts.down_proj", "ffn_down_exps", (X, E, F)),
+        ]
+    else:
+        layer += [("mlp.gate_proj", "ffn_gate", (F, E)), ("mlp.up_proj", "ffn_up", (F, E)), ("mlp.down_proj", "ffn_down", (E, F))]
+    if config["model_type"] in ("qwen3", "qwen3_moe"):
         layer += [("self_attn.q_norm", "attn_q_norm", (D,)), ("self_attn.k_norm", "attn_k_norm", (D,))]
     yield "model.embed_tokens.weight", "token_embd.weight", (V, E)
     for n in range(config["num_hidden_layers"]):
@@ -88,13 +99,22 @@ def tensors(config: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]]
 
 
 def bytes_per_token(config: dict[str, Any], format: str) -> int:
-    """Bytes of weights that decoding one token reads: all but the embedding table, unless it is the head as well."""
+    """Bytes of weights that decoding one token reads: all but the embedding table, unless it is the head as well, and the experts that it
+    does not choose.
+    """
     total = 0
     for name, gguf_name, shape in tensors(config):
+        if name == "model.embed_tokens.weight" and not config["tie_word_embeddings"]:
+            continue
+        count = math.prod(shape) * config["num_experts_per_tok"] // config["num_experts"] if len(shape) == 3 else math.prod(shape)
         layout = LAYOUTS[format_of(gguf_name, format, config["num_hidden_layers"])]
-        if name != "model.embed_tokens.weight" or config["tie_word_embeddings"]:
-            total += math.prod(shape) * 4 if len(shape) == 1 else math.prod(shape) // layout.elements * layout.nbytes
+        total += count * 4 if _is_float32(gguf_name, shape) else count // layout.elements * layout.nbytes
     return total
+
+
+def _is_float32(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a GGUF file of any format has this tensor in float32: a vector, or a router."""
+    return len(shape) == 1 or ".ffn_gate_inp." in name
 
 
 def format_of(name: str, format: str, layers: int) -> str:
@@ -105,7 +125,7 @@ def format_of(name: str, format: str, layers: int) -> str:
         return "Q6_K"
     i = int(name.split(".")[1]) if name.startswith("blk.") else 0
     more_bits = i < layers // 8 or i >= 7 * layers // 8 or (i - layers // 8) % 3 == 2
-    return "Q6_K" if more_bits and (".attn_v." in name or ".ffn_down." in name) else "Q4_K"
+    return "Q6_K" if more_bits and (".attn_v." in name or ".ffn_down" in name) else "Q4_K"
 
 
 class Pool:
@@ -122,18 +142,18 @@ class Pool:
         self.blocks = packed.reshape(_POOL_BLOCKS, -1)
 
     def rows(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """uint8 [O, row bytes] of the matrix `name` [O, I]; I must be a multiple of 32 and of the format's blocks."""
-        O, I = shape
+        """uint8 [O, row bytes] of the matrix `name` [O, I], [..., O, row bytes] of several; I: a multiple of 32 and of the blocks."""
+        I = shape[-1]
         if I % self._unit:
             raise ValueError(f"shapes: {name} has rows of {I}, expected a multiple of {self._unit}")
-        count, start = O * I // self._unit, zlib.crc32(name.encode()) % _POOL_BLOCKS
+        count, start = math.prod(shape) // self._unit, zlib.crc32(name.encode()) % _POOL_BLOCKS
         out = np.empty((count, self.blocks.shape[1]), np.uint8)
         done = 0
         while done < count:
             piece = self.blocks[start : start + count - done]
             out[done : done + len(piece)] = piece
             done, start = done + len(piece), 0
-        return out.reshape(O, -1)
+        return out.reshape(*shape[:-1], -1)
 
 
 def write_config(config: dict[str, Any], folder: Path) -> Path:
@@ -144,7 +164,9 @@ def write_config(config: dict[str, Any], folder: Path) -> Path:
 
 
 def write_folder(config: dict[str, Any], folder: Path) -> Path:
-    """A Hugging Face folder in bfloat16: config.json and one safetensors file."""
+    """A Hugging Face folder in bfloat16: config.json and one safetensors file. ValueError for a shape with experts."""
+    if "num_experts" in config:
+        raise ValueError("shapes: a model with experts is written as GGUF alone, expected a dense shape")
     write_config(config, folder)
     header, end = {}, 0
     for name, _, shape in tensors(config):
@@ -165,13 +187,18 @@ def write_folder(config: dict[str, Any], folder: Path) -> Path:
 
 
 def write_gguf(config: dict[str, Any], path: Path, format: str) -> Path:
-    """One GGUF file, all matrices as `format` (of FORMATS) or in its mix, vectors as F32."""
-    formats = {name: format_of(name, format, config["num_hidden_layers"]) for _, name, shape in tensors(config) if len(shape) > 1}
-    pools = {one: Pool(one) for one in set(formats.values())}
+    """One GGUF file, all matrices as `format` (of FORMATS) or in its mix, vectors and routers as F32."""
+    layers = config["num_hidden_layers"]
+    formats = {name: format_of(name, format, layers) for _, name, shape in tensors(config) if not _is_float32(name, shape)}
+    pools = {one: Pool(one) for one in (*set(formats.values()), "BF16")}
     names = {theirs: name for theirs, name, _ in tensors(config)}
 
     def rows(theirs: str, shape: tuple[int, ...]) -> np.ndarray:
-        return np.ones(shape, np.float32) if len(shape) == 1 else pools[formats[names[theirs]]].rows(theirs, shape)
+        if len(shape) == 1:
+            return np.ones(shape, np.float32)
+        if names[theirs] not in formats:
+            return bf16_to_f32(pools["BF16"].rows(theirs, shape).view(np.uint16))
+        return pools[formats[names[theirs]]].rows(theirs, shape)
 
     return _write_tensors(config, path, format, formats, rows)
 
@@ -197,10 +224,10 @@ def write_gguf_of(folder: Path, path: Path) -> Path:
 
 
 def _write_tensors(config: dict[str, Any], path: Path, format: str, formats: dict[str, str], rows: Rows) -> Path:
-    """The file: `rows(theirs, shape)` has float32 of a vector, and bytes [O, row bytes] of a matrix in the format of its GGUF name."""
+    """The file: `rows(theirs, shape)` has float32 of a tensor without a format, else bytes [..., O, row bytes] in that of its GGUF name."""
     import gguf
 
-    arch = config["model_type"]
+    arch = config["model_type"].replace("_", "")
     fresh = path.with_suffix(".part")
     writer = gguf.GGUFWriter(fresh, arch)
     _write_metadata(writer, config, format)
@@ -208,11 +235,11 @@ def _write_tensors(config: dict[str, Any], path: Path, format: str, formats: dic
     if extra is not None:
         writer.add_tensor_info("rope_freqs.weight", extra.shape, extra.dtype, extra.nbytes)
     for _, name, shape in tensors(config):
-        if len(shape) == 1:
-            writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * shape[0])
+        if name not in formats:
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * math.prod(shape))
         else:
-            row, kind = row_bytes(formats[name], shape[1]), gguf.GGMLQuantizationType[formats[name]]
-            writer.add_tensor_info(name, (shape[0], row), np.dtype(np.uint8), shape[0] * row, raw_dtype=kind)
+            row, kind = row_bytes(formats[name], shape[-1]), gguf.GGMLQuantizationType[formats[name]]
+            writer.add_tensor_info(name, (*shape[:-1], row), np.dtype(np.uint8), math.prod(shape[:-1]) * row, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -261,6 +288,10 @@ def _write_metadata(writer: Any, config: dict[str, Any], format: str) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     types = gguf.LlamaFileType.__members__
     writer.add_file_type(
         next((types[name] for name in (f"MOSTLY_{format}", f"MOSTLY_{format}_M") if name in types), gguf.LlamaFileType.GUESSED)

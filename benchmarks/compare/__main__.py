@@ -96,9 +96,12 @@ def _load(options: argparse.Namespace, name: str, format: str, tests: list[str],
         raise SystemExit(f"compare: there is no contestant {name!r}; there are {', '.join(PLAYERS)}")
     if name == "transformers" and format != "BF16":
         return Contestant(name, None, f"does not compute on {format}")
+    has_experts = "num_experts" in SHAPES[options.shape]
+    if name == "transformers" and has_experts:
+        return Contestant(name, None, "reads folders, and experts are written as GGUF")
     if name == "tinygrad.llm" and not {"decode", "prefill", "context"} & set(tests):
         return Contestant(name, None, "one sequence at a time")
-    from_folder = format == "BF16" and name in ("tinyvllm", "transformers")
+    from_folder = format == "BF16" and name in ("tinyvllm", "transformers") and not has_experts
     model = checkpoint(options.shape, "folder" if from_folder else format, folder)
     python = {"llama.cpp": options.llama_python, "transformers": options.torch_python}.get(name, sys.executable)
     length = options.context + 1024 if "context" in tests else max(1024, options.prompt + 512)

@@ -50,6 +50,13 @@ def test_forced_kernels_have_a_table_of_their_own(tmp_path: Path, monkeypatch: p
     assert "20.0" not in filled("<!-- figures readme -->\n<!-- end -->\n")
 
 
+def test_generations_of_one_model_name_are_told_apart() -> None:
+    line = {"isa": "avx2 avx_vnni avx512f", "cores": 2, "cpu": "AMD EPYC"}
+    assert figures.processor(line) == "2 cores of an AMD EPYC, Zen 5 (AVX2, AVX-512)"
+    assert figures.processor({**line, "isa": "avx2 avx512f", "core": "Zen 4"}) == "2 cores of an AMD EPYC, Zen 4 (AVX2, AVX-512)"
+    assert figures.processor({**line, "isa": "avx2 avx512f"}) == "2 cores of an AMD EPYC (AVX2, AVX-512)"
+
+
 def test_the_newest_record_of_a_row_counts() -> None:
     def line(rate: float) -> dict[str, object]:
         return {"shape": "tinyllama-1.1b", "format": "BF16", "test": "decode", "commit": "a",

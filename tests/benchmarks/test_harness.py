@@ -86,3 +86,20 @@ def test_results_do_not_make_a_commit_dirty(tmp_path: Path, monkeypatch: pytest.
     assert harness.commit() and not harness.commit().endswith("-dirty")
     code.write_text("changed")
     assert harness.commit().endswith("-dirty")
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "model", "expected"),
+    [
+        ("AuthenticAMD", 25, 1, "Zen 3"),
+        ("AuthenticAMD", 25, 17, "Zen 4"),
+        ("AuthenticAMD", 25, 0x61, "Zen 4"),
+        ("AuthenticAMD", 23, 0x31, "Zen 2"),
+        ("AuthenticAMD", 26, 2, "Zen 5"),
+        ("GenuineIntel", 6, 143, "family 6 model 143"),
+    ],
+)
+def test_core_is_told_from_family_and_model(vendor: str, family: int, model: int, expected: str) -> None:
+    first = f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: {model}\nmodel name\t: X\n"
+    told = harness.cpuinfo(f"{first}\nprocessor\t: 1\nmodel\t\t: 99\n")
+    assert (harness.core(told), told["model name"], harness.core({})) == (expected, "X", "")

@@ -41,6 +41,17 @@ def test_sizes_of_the_named_shapes() -> None:
     assert count["llama-3.2-1b"] == 1_235_814_400
     assert count["qwen3-0.6b"] == 596_049_920
     assert count["llama-3.1-8b"] == 8_030_261_248
+    assert count["qwen3-moe-4b"] == 3_983_070_208
+
+
+def test_experts_are_read_from_gguf(tmp_path: Path) -> None:
+    """A router and experts in their own formats give finite, different logits; a folder is not written."""
+    config = micro("qwen3-moe-4b") | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+    exact = logits(write_gguf(config, tmp_path / "a.gguf", "BF16"))
+    rough = logits(write_gguf(config, tmp_path / "b.gguf", "Q8_0"))
+    assert np.isfinite(exact).all() and exact.std() > 0.01 and (rough != exact).any()
+    with pytest.raises(ValueError, match="written as GGUF alone"):
+        write_folder(config, tmp_path / "c")
 
 
 def test_bytes_of_a_token_leave_the_embedding_table_out() -> None:
@@ -49,6 +60,11 @@ def test_bytes_of_a_token_leave_the_embedding_table_out() -> None:
     matrices = 1_100_048_384 - vectors - 32000 * 2048
     assert bytes_per_token(config, "BF16") == 2 * matrices + 4 * vectors
     assert bytes_per_token(config, "Q4_0") == matrices // 32 * 18 + 4 * vectors
+    config = SHAPES["qwen3-moe-4b"]
+    attention, experts, router = 2048 * (2 * 4096 + 2 * 512), 8 * 3 * 2048 * 768, 64 * 2048
+    vectors = 12 * (2 * 2048 + 2 * 128) + 2048
+    matrices = 12 * (attention + experts) + 32000 * 2048
+    assert bytes_per_token(config, "BF16") == 2 * matrices + 4 * (vectors + 12 * router)
 
 
 def test_formats_are_checked() -> None:
