@@ -54,7 +54,11 @@ def options_of(options: argparse.Namespace, rows: int) -> dict[str, Any]:
     """What both engines are given."""
     longest = options.prompt + options.answer + 16
     blocks = rows * (-(-longest // 16) + 1)
-    return {"dtype": options.dtype, "max_model_len": longest, "max_num_seqs": rows, "num_blocks": blocks, "load_format": "dummy"}
+    # without drafts: random weights repeat themselves by chance
+    return {
+        "dtype": options.dtype, "max_model_len": longest, "max_num_seqs": rows, "num_blocks": blocks, "load_format": "dummy",
+        "speculative_config": "off",
+    }  # fmt: skip
 
 
 def flags(given: dict[str, Any]) -> list[str]:

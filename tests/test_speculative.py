@@ -27,10 +27,10 @@ def test_spellings(tmp_path, value, expected):
     assert parse(value) == expected == resolve(tmp_path, environ={}, speculative_config=value).speculative_config
 
 
-def test_off_by_default_and_as_recorded(tmp_path):
+def test_on_by_default_and_as_recorded(tmp_path):
     from dataclasses import asdict
 
-    assert resolve(tmp_path, environ={}).speculative_config is speculative.DEFAULT
+    assert resolve(tmp_path, environ={}).speculative_config is speculative.AUTO
     config = SpeculativeConfig("ngram", num_speculative_tokens=3, prompt_lookup_max=4)
     assert parse(json.loads(json.dumps(asdict(config)))) == config
 

@@ -66,8 +66,8 @@ class EngineConfig:
     max_step_ms             target for a step with decodes and parts of prompts, in milliseconds, by measured rates; 0 sets none. None is
                             CPU_STEP_MS on the CPU and 0 elsewhere
     num_scheduler_steps     decode steps that run back to back on the device before the host reads their tokens
-    speculative_config      how drafts are guessed (docs/speculation.md); None checks none. `resolve` also takes vLLM's dict, JSON text, a
-                            method's name, "auto" and "off"
+    speculative_config      how drafts are guessed (docs/speculation.md); None: there are none. `resolve` also takes vLLM's dict, JSON text,
+                            a method's name, "auto" (the default) and "off"
     block_size              tokens of one block of the KV cache
     kv_cache_dtype          how keys and values are kept: "auto" in the dtype of the weights, else packed; "fp8" is "fp8_e4m3"
     num_blocks, kv_memory   size of the KV cache, in blocks or in bytes; with neither, what the device has free
@@ -104,7 +104,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     max_step_ms: int | None = None
     num_scheduler_steps: int = 1
-    speculative_config: SpeculativeConfig | None = speculative.DEFAULT
+    speculative_config: SpeculativeConfig | None = speculative.AUTO
     block_size: int = 16
     kv_cache_dtype: str = "auto"
     num_blocks: int | None = None

@@ -112,8 +112,7 @@ class SpeculativeConfig:
         return self.controller or ("adaptive" if self.num_speculative_tokens is None else "fixed")
 
 
-AUTO = SpeculativeConfig("suffix")
-DEFAULT: SpeculativeConfig | None = None  # where `speculative_config` is not given; AUTO switches speculation on everywhere
+AUTO = SpeculativeConfig("suffix")  # the default
 
 
 def parse(value: object) -> SpeculativeConfig | None:

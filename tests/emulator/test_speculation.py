@@ -26,7 +26,7 @@ WANTED = [
 
 def check(device: str) -> None:
     """The engine is gone when this returns, so before the device: what is left of it would call a driver that is not there any more."""
-    with LLM(MODEL, device=device, **OPTIONS) as gpu:
+    with LLM(MODEL, device=device, **OPTIONS, speculative_config="off") as gpu:
         expected = gpu.generate(TEXTS, WANTED)
         _, controller = speculate(gpu, Oracle(expected).half_right, 3)
         assert results(gpu.generate(TEXTS, WANTED)) == results(expected)
@@ -41,7 +41,7 @@ def check_heads(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"method": "eagle3", "model": heads, "num_speculative_tokens": 2}
     wanted = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     forget_choices()  # of engines before, whose families may need the reference
-    with LLM(MODEL, device=device, **options) as plain:
+    with LLM(MODEL, device=device, **options, speculative_config="off") as plain:
         expected = results(plain.generate(TEXTS[:1], wanted))
     with LLM(MODEL, device=device, speculative_config=config, **options) as llm:
         found = llm.generate(TEXTS[:1], wanted)

@@ -17,7 +17,7 @@ from tinyvllm.speculate.controller import AdaptiveController, WindowController
 from tinyvllm.speculate.ngram import NgramDrafter
 from tinyvllm.speculate.suffix import SuffixDrafter
 
-OPTIONS: dict[str, Any] = dict(device="CPU", max_model_len=256, max_num_seqs=8, num_blocks=64)
+OPTIONS: dict[str, Any] = dict(device="CPU", max_model_len=256, max_num_seqs=8, num_blocks=64, speculative_config="off")
 STORIES = ["Once upon a time", "The little dog", "Tom went to the market", "A cat and a mouse"]
 
 
@@ -153,7 +153,7 @@ def test_a_draft_model_by_configuration(draft_folder, plain, caplog):
     """Both caches together take what `kv_memory` allows, and the start says how it is divided."""
     room = 3 << 20
     options = OPTIONS | {"num_blocks": None, "kv_memory": room}
-    with LLM(**options, speculative_config=draft_config(draft_folder)) as llm:
+    with LLM(**options | {"speculative_config": draft_config(draft_folder)}) as llm:
         outputs = llm.generate(STORIES, stories(**KINDS["sampled"]))
         assert results(outputs) == plain["sampled"]
         assert llm.engine.speculation.method == "draft_model"
@@ -163,17 +163,17 @@ def test_a_draft_model_by_configuration(draft_folder, plain, caplog):
         assert f"{pools[0].num_blocks} blocks: " in caplog.text
     least = sum(pool.block_bytes for pool in pools)
     with pytest.raises(ArgumentError, match=f"no block of the model and its drafter together.* at least {least},"):
-        LLM(**options | {"kv_memory": least - 1}, speculative_config=draft_config(draft_folder))
+        LLM(**options | {"kv_memory": least - 1, "speculative_config": draft_config(draft_folder)})
 
 
 @pytest.mark.parametrize("options", [{}, {"skip_tokenizer_init": True}], ids=["tokens", "sizes"])
 def test_another_vocabulary_is_refused_by_name(tiny_model, options):
     with pytest.raises(ArgumentError, match=f"draft model '{tiny_model}' has.* vocabulary"):
-        LLM(**OPTIONS, **options, speculative_config=draft_config(tiny_model))
+        LLM(**OPTIONS | options | {"speculative_config": draft_config(tiny_model)})
 
 
 @pytest.mark.parametrize("config", ["auto", "suffix", {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}], ids=str)
 def test_lookups_by_configuration(config, plain):
-    with LLM(**OPTIONS, speculative_config=config) as llm:
+    with LLM(**OPTIONS | {"speculative_config": config}) as llm:
         assert results(llm.generate(STORIES, stories(**KINDS["greedy"]))) == plain["greedy"]
         assert llm.engine.speculation is not None and llm.engine.speculation.on

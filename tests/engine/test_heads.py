@@ -35,7 +35,8 @@ def config_of(method: str, folder: Any) -> dict[str, Any]:
 
 
 def answers(model: Any, **options: Any) -> list[tuple[list[int], float]]:
-    llm = LLM(str(model), device="CPU", num_blocks=24, max_num_seqs=3, max_num_batched_tokens=32, **options)
+    given = {"num_blocks": 24, "max_num_seqs": 3, "max_num_batched_tokens": 32, "speculative_config": "off"} | options
+    llm = LLM(str(model), device="CPU", **given)
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
     found = llm.generate([*prompts, prompts[1]], [*PARAMS, PARAMS[1]], use_tqdm=False)
     assert llm.engine.speculation is None or llm.engine.speculation.on, "the drafter has failed"

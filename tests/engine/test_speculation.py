@@ -20,7 +20,7 @@ from tinyvllm.request import BeamSearchParams, RequestOptions, Sequence, Structu
 from tinyvllm.scheduler import Scheduled
 from tinyvllm.speculate.controller import MAX_PAUSE_LOOKUP, PATIENCE, AdaptiveController
 
-OPTIONS: dict[str, Any] = dict(device="CPU", max_model_len=128, max_num_seqs=8)
+OPTIONS: dict[str, Any] = dict(device="CPU", max_model_len=128, max_num_seqs=8, speculative_config="off")
 NUM = 24
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": dict(temperature=0.0, ignore_eos=True),

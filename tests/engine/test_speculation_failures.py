@@ -215,7 +215,7 @@ def test_deltas_of_a_stream_add_up(tiny_model: Any) -> None:
     """Several tokens come in one event; together they are the tokens, the text and the log-probabilities without drafts."""
     wanted: dict[str, Any] = dict(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=1, allowed_token_ids=[*range(100, 108)])
     text, options = {"prompt_token_ids": [5, 9, 14, 9]}, dict(device="CPU", max_model_len=64)
-    with LLM(tiny_model, **options) as without:
+    with LLM(tiny_model, **options, speculative_config="off") as without:
         (expected,) = results(without.generate([text], [SamplingParams(**wanted)]))
 
     async def events(llm: AsyncLLM) -> list[RequestOutput]:

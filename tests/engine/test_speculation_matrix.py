@@ -53,7 +53,10 @@ class Cells:
         if self.name != name:
             self.close()
             self.name = name
-            self.llm = LLM(device="CPU", max_model_len=128, max_num_seqs=6, max_num_batched_tokens=64, num_blocks=12, **ENGINES[name])
+            self.llm = LLM(
+                device="CPU", max_model_len=128, max_num_seqs=6, max_num_batched_tokens=64, num_blocks=12, speculative_config="off",
+                **ENGINES[name],
+            )  # fmt: skip
             self.expected = self.run()
             assert self.preemptions > 0
         assert self.llm is not None

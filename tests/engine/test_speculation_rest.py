@@ -157,6 +157,20 @@ def test_an_idle_engine_learns_in_parts(engines: dict[str, LLM], monkeypatch: py
     llm.engine.stop_speculation()
 
 
+def test_what_waits_to_be_forgotten_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its tokens; and a sequence that was never looked at, as in large batches, leaves nothing to be done."""
+    monkeypatch.setattr("tinyvllm.engine.speculation.MAX_ENDED_TOKENS", 20)
+    requests: Any = SimpleNamespace(owners={})
+    drafter = SuffixDrafter(first_match=FIRST_MATCH)
+    speculation = Speculation(drafter, AdaptiveController(4), requests, 100, 100)
+    ended = [sequence([*range(10 * i, 10 * i + 8)], [1], i) for i in range(4)]
+    assert speculation.rests(Schedule([Scheduled(one, 8, 1, 1) for one in ended[:3]]))
+    for one in ended:
+        speculation.release(one)
+    assert speculation._ended == ended[:2] and [*drafter._tenants] == [0, 1] and drafter.outputs._num_pending == 1
+    assert not speculation.on_idle() and not drafter._tenants and speculation._num_ended_tokens == 0
+
+
 @pytest.mark.parametrize("make", [lambda: SuffixDrafter(first_match=FIRST_MATCH), lambda: NgramDrafter(2)], ids=["suffix", "ngram"])
 def test_text_that_begins_to_repeat_is_noticed(engines: dict[str, LLM], make: Any) -> None:
     """By a controller that takes every draft, the answers of six tokens' alphabet take a part of the steps."""

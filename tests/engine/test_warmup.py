@@ -56,7 +56,7 @@ TEXTS = [{"prompt_token_ids": [5, 9, 14, 9, 14, 9, 3]}, {"prompt_token_ids": [*r
 
 @pytest.fixture(scope="module")
 def without_drafts(tiny_model):
-    with LLM(tiny_model, **ONE) as llm:
+    with LLM(tiny_model, **ONE, speculative_config="off") as llm:
         return [results(llm.generate([text], [params])) for text in TEXTS for params in PARAMS]
 
 

@@ -79,7 +79,7 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
         "--speculative-config",
         {
             "metavar": "JSON",
-            "help": 'how to guess tokens ahead, as vLLM writes it, such as {"method": "ngram"}; or a method, auto, or off (the default); '
+            "help": 'how to guess tokens ahead, as vLLM writes it, such as {"method": "ngram"}; or a method, auto (the default), or off; '
             "changes no token unless it names a lossy policy",
         },
     ),

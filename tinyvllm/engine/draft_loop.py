@@ -103,11 +103,11 @@ class SpeculativeLoop:
 
     def _run_plain(self, schedule: Schedule) -> None:
         """Run a step without drafts, or several in a row. The controller compares what one takes with those that have drafts."""
-        first = schedule.entries[0].sequence
+        first, decodes = schedule.entries[0].sequence, schedule.entries[-1].is_decode  # parts of prompts would come last
         length, captures, start = len(first), self.stages.runner.capture_work().count, time.perf_counter()
         self.single.run(schedule)
         num_steps = len(first) - length  # 0: in flight, or a prompt
-        if num_steps and all(entry.is_decode for entry in schedule.entries):
+        if num_steps and decodes:
             self._time(len(schedule.entries), 0, start, captures, num_steps)
 
     def _time(self, num_sequences: int, num_drafts: int, start: float, captures: int, num_steps: int = 1) -> None:

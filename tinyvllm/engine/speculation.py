@@ -31,8 +31,9 @@ log = logging.getLogger("tinyvllm")
 
 MAX_PROPOSE_SECONDS = 2.0  # one call; all requests wait for it
 IDLE_TOKENS = 2048  # of past outputs that an idle engine learns in a row, some 2 ms: a request that comes waits for them
-MAX_ENDED = 1024  # sequences that wait to be forgotten
-PROMPT_TOKENS = 48  # of past outputs that are learned next to a step with prompts, some 40 us: an engine may never be idle
+MAX_ENDED, MAX_ENDED_TOKENS = 256, 1 << 16  # sequences that wait to be forgotten, and their tokens: further ones do not wait
+# Of past outputs, learned next to a step with prompts, as an engine may never be idle: some 40 us. A large batch has prompts in most steps.
+PROMPT_TOKENS, PROMPT_TOKENS_LARGE = 48, 12
 
 Drafts = dict[int, list[int]]  # by sequence id; none of them empty
 
@@ -62,6 +63,7 @@ class Speculation:
         self._states = drafter if isinstance(drafter, StateDrafter) else None  # once: such a test of a protocol takes 40 us
         self._watch = Watch(self._lookup, controller.batch_pause) if self._lookup is not None and controller.pauses else None
         self._ended: list[Sequence] = []  # sequences that the drafter has not forgotten yet
+        self._num_ended_tokens = 0
         self._learns = False  # there is something for `_learn_past`
         requests.on_release = self.release
 
@@ -85,16 +87,17 @@ class Speculation:
         """Whether a decode of the schedule may get drafts; else it rests until the watch looks again."""
         entries = schedule.entries
         if not schedule.reused:
-            if len(entries) > MAX_FEW and watch.sleeps:
+            large = len(entries) > MAX_FEW
+            if large and watch.sleeps:
                 return False
-            entries = [entry for entry in entries if entry.is_decode]
-            if len(entries) < len(schedule.entries):
+            if not entries[-1].is_decode:  # parts of prompts come last
                 if self._learns:
-                    self._learn_past(PROMPT_TOKENS)
-                if len(entries) > MAX_FEW:  # no row is cheap, and what they cost next to prompts is not known
+                    self._learn_past(PROMPT_TOKENS_LARGE if large else PROMPT_TOKENS)
+                if large:  # no row is cheap, and what they cost next to prompts is not known
                     return False
-            if not entries:
-                return False
+                entries = [entry for entry in entries if entry.is_decode]
+                if not entries:
+                    return False
         self._candidates = watch.recurring(entries, schedule.reused)
         if self._candidates:
             return True
@@ -222,7 +225,7 @@ class Speculation:
 
     def _learn_past(self, max_tokens: int) -> bool:
         """Forget what has ended, and learn at most that many of its tokens; whether some are left."""
-        ended, self._ended = self._ended, []
+        ended, self._ended, self._num_ended_tokens = self._ended, [], 0
         for sequence in ended:
             self._forget(sequence)
         self._learns = self._lookup is not None and self._lookup.learn_past(max_tokens)
@@ -254,11 +257,15 @@ class Speculation:
 
     def release(self, sequence: Sequence) -> None:
         """The sequence has ended. A lookup drafter forgets it later, out of its request's time: `on_idle`, or next to the next prompt."""
-        if self.on and self._lookup is not None:
-            self._learns = True
-            if self._watch is not None and len(self._ended) < MAX_ENDED:
-                self._ended.append(sequence)
+        if self.on and self._watch is not None:
+            if sequence not in self._watch:  # as in large batches: it was never looked at, so nothing is known of it
                 return
+            num_tokens = self._num_ended_tokens + len(sequence)
+            if len(self._ended) < MAX_ENDED and num_tokens <= MAX_ENDED_TOKENS:
+                self._ended.append(sequence)
+                self._num_ended_tokens, self._learns = num_tokens, True
+                return
+        self._learns = self.on and self._lookup is not None
         with _Guard(self, "forget"):
             self._forget(sequence)
 

@@ -254,12 +254,15 @@ class AdaptiveController:
         return [max(1, most) if asked else 0 for asked in awake]
 
     def batch_pause(self, num_sequences: int) -> int:
-        """For a large batch whose rows cost nearly what its tokens do, and where guesses have taken more than they saved."""
+        """For a large batch whose rows cost nearly what its tokens do, or whose steps were not timed yet, and where guesses have taken more
+        than they saved."""
         account = self._account_of(num_sequences) if self._looks_up else None
         if account is None:
             return 0
+        if not self.costs.knows(num_sequences):
+            return MEASURE_EVERY
         half, seconds = num_sequences // 2, self.costs.seconds
-        if self.costs.knows(half) and self.costs.knows(num_sequences):
+        if self.costs.knows(half):
             row = 2 * (1 - seconds(half, 0) / seconds(num_sequences, 0))  # the second half of the rows, by their share of the step
             if row > MAX_ROW:
                 return MAX_PAUSE_BATCH

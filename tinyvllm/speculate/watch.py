@@ -68,6 +68,10 @@ class Watch:
     def __len__(self) -> int:
         return len(self._looks)
 
+    def __contains__(self, sequence: Sequence) -> bool:
+        """Whether the sequence was looked at, and is not forgotten."""
+        return sequence.sequence_id in self._looks
+
     def recurring(self, entries: Row[Decode], same: bool = False) -> list[Sequence]:
         """The sequences of these decodes that may get drafts: their last tokens recur by a look of now, or by the last one.
 
