@@ -161,6 +161,15 @@ def experts_down(o: argparse.Namespace) -> Work:
     )
 
 
+def lora_bias(o: argparse.Namespace) -> Work:
+    """Rows of one adapter of 16 ranks, for a product of I inputs and O outputs."""
+    rank, defines = 16, (("E", o.I), ("O", o.O), ("R", 16), ("PARTS", 1), ("BIAS", 0), ("NORM", "NO_NORM"))
+    arguments = [empty(o.T, o.O), empty(o.T, o.I + rank), floats(o.T, o.I), floats(1, 1, rank, o.I), ints(), ints(rank), ints(*[1] * o.T)]
+    kernel, size = Kernel("lora_bias", "cpu", o.target, defines, 2, 6), 4 * rank * o.O
+    work = 2 * o.T * rank * (o.I + o.O)
+    return Work(kernel, [*arguments, ints(o.T)], 4, lambda: plain(size), size + 4 * rank * o.I, work, "f32_flops")
+
+
 def norm_qkv_rope_store(o: argparse.Namespace) -> Work:
     sizes = (("E", o.E), ("H", o.H), ("K", o.K), ("D", o.D), ("S", o.S), ("R", o.D), ("MAIN", o.H + 2 * o.K), ("SECOND", 0))
     defines = (
@@ -256,8 +265,8 @@ def kv_append(o: argparse.Namespace) -> Work:
     return Work(kernel, arguments, 0, lambda: plain(size), moved, 0, "f32_flops")
 
 
-STEMS = {f.__name__: f for f in (matmul, norm_gate_up_silu, norm_route, experts_gate_up_silu, experts_down, norm_qkv_rope_store, norm_head,
-                                 attention_decode, attention_prefill, embed, pack, kv_copy, kv_append)}  # fmt: skip
+STEMS = {f.__name__: f for f in (matmul, norm_gate_up_silu, norm_route, experts_gate_up_silu, experts_down, lora_bias, norm_qkv_rope_store,
+                                 norm_head, attention_decode, attention_prefill, embed, pack, kv_copy, kv_append)}  # fmt: skip
 
 
 def _unit(o: argparse.Namespace) -> str:

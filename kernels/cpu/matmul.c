@@ -4,7 +4,7 @@
 //   scratch   PREPARED_BYTES(I) (product.h) for every row, T rounded up to a multiple of 16; 64-byte aligned
 //   x         [T, I] float32
 //   weight    panels (format.h) of WEIGHT, O rounded up to a multiple of 16
-//   bias      [O] float32, if BIAS
+//   bias      [O] float32, if BIAS; with BIAS_PITCH = O [T, O], a row's own (lora_bias.c)
 //   out_norm  [O] float32, if OUT_NORM: RMS norm's weights of the outputs, with EPS; then O % 16 == 0
 //   residual  [T, O] float32, if RESIDUAL
 //   rows      [1] int32        how many rows of x there are, 0 to T; further rows of out are unchanged
@@ -69,7 +69,7 @@ static void matmul(float *out, void *scratch, const float *x, const void *weight
         panel_dot(a, b, t + tokens < to ? a : next_panel, prepared + t * PREPARED, tokens, tile, 32);
         for (int r = 0; r < tokens; r++) {
           const long at = (long)(t + r) * O + o;
-          finish_row(out + at, tile + r * 32, BIAS ? bias + o : 0, RESIDUAL ? residual + at : 0, columns);
+          finish_row(out + at, tile + r * 32, BIAS ? bias + (long)(t + r) * BIAS_PITCH + o : 0, RESIDUAL ? residual + at : 0, columns);
         }
       }
     }

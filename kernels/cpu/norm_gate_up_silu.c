@@ -6,7 +6,7 @@
 //   x         [T, E] float32
 //   norm      [E] float32      RMS norm's weights; EPS inside the root; not if NORM == NO_NORM
 //   weight    panels (format.h) of gate [F, E], then those of up [F, E]; of one of the two if HALF (gate_up.h) is GATE or UP
-//   bias      [2 F] float32, gate's first, if BIAS
+//   bias      [2 F] float32, gate's first, if BIAS; with BIAS_PITCH = 2 F [T, 2 F], a row's own (lora_bias.c)
 //   rows      [1] int32        how many rows of x there are, 0 to T; further rows of out are unchanged
 //
 // E % 32 == 0, F % 16 == 0. Norm, bias, silu and product with up in float32; matrix products as product.h says.
@@ -41,7 +41,7 @@ static void norm_gate_up_silu(float *out, void *scratch, const float *x, NORM_AR
       tokens = tile_tokens(to - t);
       for (int r = 0; r < tokens; r++) outs[r] = out + (long)(t + r) * F;
       const uint8_t *next = t + tokens < to ? gate + 2 * first * PANEL : next_panel;
-      gate_up_tile(gate, up, first, end, next, prepared + t * PREPARED, tokens, outs, bias);
+      gate_up_tile(gate, up, first, end, next, prepared + t * PREPARED, tokens, outs, BIAS ? bias + (long)t * BIAS_PITCH : 0);
     }
   }
 }

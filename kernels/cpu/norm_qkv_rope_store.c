@@ -9,7 +9,7 @@
 //   weight       panels (format.h) of the first MAIN heads, [MAIN D, E], of the H of q, the K of k and the K of v
 //   second       [T, SECOND, D] float32, if MAIN < H + 2 K: products of the heads after them, whose weights have another format
 //   third        [T, H + 2 K - MAIN - SECOND, D] float32, if MAIN + SECOND < H + 2 K: products of the last heads
-//   bias         [(H + 2 K) D] float32, if BIAS
+//   bias         [(H + 2 K) D] float32, if BIAS; with BIAS_PITCH = (H + 2 K) D [T, (H + 2 K) D], a row's own (lora_bias.c)
 //   q_norm, k_norm  [D] float32, if QK_NORM                      RMS norm of every head of q and k, with QK_EPS, before the rotation
 //   angles       [T, R] float32, if R > 0                        R / 2 cosines, then R / 2 sines
 //   slots        [T] int32                                       block * S + offset: where a row's k and v go; no two are equal,
@@ -93,7 +93,7 @@ static void norm_qkv_rope_store(float *q, cached *keys, void *keys_again, void *
           for (int d = 0; d < D; d += 16) v16_store(y + d, v16_load(from_others + d));
         }
 #if BIAS
-        add_bias(y, bias + (long)head * D);
+        add_bias(y, bias + (long)row * BIAS_PITCH + head * D);
 #endif
 #if QK_NORM
         if (head < H + K) norm_one_head(y, head < H ? q_norm : k_norm);

@@ -13,6 +13,11 @@
 #define NO_ACTIVATION 0
 #define GELU 1
 
+// From the bias of a row to that of the next: 0 where all rows have one.
+#ifndef BIAS_PITCH
+#define BIAS_PITCH 0
+#endif
+
 // What one row of a batch asks of the sampler: 12 words, written by tinyvllm/sampling/sampler.py.
 typedef struct {
   int seen_row, bias_row;  // rows of the tables `seen`, `prompted` and `bias`; NEUTRAL_ROW: none

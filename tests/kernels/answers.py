@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from tinyvllm.backends import selftest
-from tinyvllm.backends.cases import attention, expected, inputs, products, tokens
+from tinyvllm.backends.cases import adapters, attention, expected, inputs, products, tokens
 from tinyvllm.backends.cases.inputs import EPS, PERIOD, Arrays, S, activations, columns, numbers, numbers_of, weight_rows
 from tinyvllm.batch import NO_SLOT
 from tinyvllm.quant.formats import Layout, formats_in
@@ -23,6 +23,7 @@ def answers() -> Arrays:
     """Every answer, by "STEM FORMAT/RESULT"."""
     fixed = {"kv_append": kv_append(), "advance": advance(), "kv_copy": kv_copy(), "sample": sample(), "pack_tiles": {"equal": np.ones(1)}}
     found = {f"{stem}/{name}": array for stem, arrays in fixed.items() for name, array in arrays.items()}
+    found |= {f"lora_bias/{name}": array for name, array in lora_bias().items()}
     found |= {f"norm_route {numbers_of('F32')}/{name}": array for name, array in expected.route("F32").items()}
     for format in dict.fromkeys(name for layout in Layout for name in formats_in(layout)):
         label = numbers_of(format)
@@ -59,6 +60,15 @@ def head(format: str) -> Arrays:
     top = np.sort(logits, axis=1)
     assert (top[:, -1] - top[:, -2] > MARGIN).all()
     return {"logits": logits, "best": logits.argmax(1)}
+
+
+def lora_bias() -> Arrays:
+    a, b, bias = (array.astype(np.float64) for array in adapters.matrices())
+    x, y, ends = normalized(adapters.COLUMNS), np.tile(bias, (PERIOD, 1)), [*adapters.STARTS[1:], adapters.WIDTH]
+    for t, n in enumerate(adapters.CHOSEN):
+        for p, (start, end) in enumerate(zip(adapters.STARTS, ends)):
+            y[t, start:end] += (a[n - 1, p] @ x[t]) @ b[n - 1, :, start:end] if n else 0
+    return {"y": y, "same": np.ones(1)}
 
 
 def kv_append() -> Arrays:

@@ -72,6 +72,15 @@ def matmul(weight: str, target: str, T: int = 15, I: int = 96, O: int = 50) -> C
     return kernel("matmul", target, 2, arrays, I=I, O=O, WEIGHT=weight, BIAS=1, RESIDUAL=1, ACTIVATION=1)
 
 
+def lora_bias(target: str, T: int = 15, E: int = 96, O: int = 112, norm: bool = True) -> Call:
+    """Two adapters, of which rows have one, the other or none."""
+    R, parts, ranks, adapters = 8, 3, int32(5, 8), int32(*(t % 3 for t in range(T)))
+    ins = [floats(T, E), *([floats(E)] if norm else []), floats(2, parts, R, E), floats(2, R, O), ranks, floats(O), adapters, int32(T)]
+    sizes: dict[str, int | str] = {"E": E, "O": O, "R": R, "PARTS": parts, "BIAS": 1, "SECOND": 64, "THIRD": 96}
+    policy: dict[str, float | str] = {"EPS": 1e-5} if norm else {"NORM": "NO_NORM"}
+    return kernel("lora_bias", target, 2, [blank(T, O), blank(T, E + parts * R), *ins], **sizes, **policy)
+
+
 def matmul_normed(target: str, T: int = 15, I: int = 96, O: int = 48) -> Call:
     ins = [floats(T, I), panels("BF16", O, I), floats(O), floats(T, O), int32(T)]
     sizes = {"I": I, "O": O, "WEIGHT": "BF16", "BIAS": 0, "RESIDUAL": 1, "ACTIVATION": 0}
@@ -262,6 +271,8 @@ def _samples() -> dict[str, Callable[[str], Call]]:
             samples[f"{make.__name__} {weight}"] = functools.partial(make, weight)
     for format, weighted in (("Q8_0", 0), ("Q4_1", 1), ("Q2_K", 0), ("Q3_K", 0), ("Q5_K", 1), ("IQ4_NL", 0), ("Q6_K", 1)):
         samples[f"quantize {format}"] = functools.partial(quantize, format, weighted=weighted)
+    samples["lora_bias"] = lora_bias
+    samples["lora_bias without norm"] = functools.partial(lora_bias, norm=False)
     samples["matmul with a norm of its outputs"] = matmul_normed
     samples["pack F32 as BF16"] = functools.partial(pack, "F32", "BF16")
     for cache in ("F32", "F16", "BF16"):

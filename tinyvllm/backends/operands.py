@@ -69,13 +69,29 @@ class NormWeights:
 
 @dataclass(frozen=True, eq=False)
 class QKV:
-    """The weight [(H + 2K) D, E], rows of q, then k, then v; its bias or None; the q/k norms [D] of Qwen3 or None."""
+    """The weight [(H + 2K) D, E], rows of q, then k, then v; its bias, [T, (H + 2K) D] where each row has its own, or
+    None; the q/k norms [D] of Qwen3 or None.
+    """
 
     weight: Weight
     bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     qk_eps: float = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterStack:
+    """The low-rank matrices of all N adapters for one product of P projections, each of at most R ranks.
+
+    a [N, P, R, I] float32, zeros from an adapter's rank on; b [N, R, O] float32, with the adapter's scale in it; ranks [N] int32, 0 for an
+    adapter that leaves the product as it is; `starts`: the first output of each projection.
+    """
+
+    a: Tensor
+    b: Tensor
+    ranks: Tensor
+    starts: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,17 @@ from tinygrad import Tensor
 from tinyvllm.backends.buffers import empty, integers
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.limits import ShapeFacts
-from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, Routing, RoutingPolicy
+from tinyvllm.backends.operands import (
+    QKV,
+    AdapterStack,
+    DrawInputs,
+    History,
+    KernelTable,
+    KernelWeight,
+    NormWeights,
+    Routing,
+    RoutingPolicy,
+)
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.placement import Placement, RankGroup
 from tinyvllm.quant.formats import Layout
@@ -74,6 +84,11 @@ class Outline:
         output_norm: NormWeights | None = None, output_scale: float = 1.0,
     ) -> Tensor:  # fmt: skip
         return empty(x, int(x.shape[0]), weight.O)
+
+    def lora_bias(
+        self, variant: str, x: Tensor, norm: NormWeights | None, stack: AdapterStack, bias: Tensor | None, adapters: Tensor, rows: Tensor
+    ) -> Tensor:
+        return empty(x, int(x.shape[0]), int(stack.b.shape[2]))
 
     def all_reduce(
         self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None

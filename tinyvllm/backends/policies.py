@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tinygrad import Tensor
+
 from tinyvllm.backends.buffers import constant
 from tinyvllm.backends.kernel import Constant
 
@@ -24,6 +26,11 @@ def output_scale(scale: float) -> dict[str, Constant]:
 def logits(divisor: float, cap: float) -> dict[str, Constant]:
     """Of `norm_head`: what logits are divided by, and then capped at."""
     return ({} if divisor == 1.0 else {"DIVISOR": constant(divisor)}) | score_cap(cap)
+
+
+def row_bias(bias: Tensor | None) -> dict[str, Constant]:
+    """Of a product: the distance from a row's bias to the next one's, where each row has its own."""
+    return {} if bias is None or len(bias.shape) == 1 else {"BIAS_PITCH": int(bias.shape[1])}
 
 
 def score_cap(cap: float) -> dict[str, Constant]:

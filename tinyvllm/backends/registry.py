@@ -40,6 +40,7 @@ STEMS = (
     "attention_decode",
     "attention_prefill",
     "matmul",
+    "lora_bias",
     "norm_gate_up_silu",
     "norm_route",
     "experts_gate_up_silu",

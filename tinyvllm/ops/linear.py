@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from tinygrad import Tensor, dtypes
 
+from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.operands import TensorWeight, Weight, matrices_of, packed_parts
-from tinyvllm.backends.registry import select
+from tinyvllm.backends.registry import REFERENCE, choice_of, select
 from tinyvllm.errors import KernelError
 from tinyvllm.ops.facts import product_facts
 from tinyvllm.ops.norm import Norm
@@ -22,7 +23,18 @@ from tinyvllm.quant.formats import FORMATS, Activations
 from tinyvllm.quant.layouts import BLOCK, PackedWeight, StoredWeight
 from tinyvllm.quant.slices import ColumnShare
 
-__all__ = ["TensorWeight", "Weight", "add_output", "gate_up_silu", "linear", "product", "products", "rounded"]
+__all__ = [
+    "TensorWeight",
+    "Weight",
+    "add_output",
+    "gate_up_silu",
+    "has_row_bias",
+    "linear",
+    "only_row_bias",
+    "product",
+    "products",
+    "rounded",
+]
 
 
 def linear(
@@ -35,8 +47,8 @@ def linear(
     norm: Norm | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """x [T, I] float32 times weight [O, I] transposed, plus bias [O], through gelu if `gelu`, through `norm`, times `scale`, plus residual
-    [T, O]; float32 [T, O].
+    """x [T, I] float32 times weight [O, I] transposed, plus bias [O] or that of each row [T, O], through gelu if `gelu`, through `norm`,
+    times `scale`, plus residual [T, O]; float32 [T, O].
 
     rows [1] int32 is how many rows of x count; the result's other rows are undefined.
     """
@@ -45,7 +57,8 @@ def linear(
         return y if norm is None and scale == 1.0 else add_output(residual, y, norm, scale)
     if not isinstance(weight, TensorWeight):
         placement, shape = Placement.of(x.device), f"{weight.O}x{weight.I} {weight.format}"
-        facts = product_facts(placement, weight)
+        facts = replace(product_facts(placement, weight), row_bias=has_row_bias(bias))
+        shape += " row biases" * facts.row_bias
         if norm is not None or scale != 1.0:
             after = replace(facts, output_norm=norm is not None, output_scale=scale != 1.0)
             kernel = select("matmul", placement, f"{shape}{' normed' * after.output_norm}{' scaled' * after.output_scale}", after)
@@ -55,9 +68,20 @@ def linear(
         kernel = select("matmul", placement, shape, facts)
         if kernel is not None:
             return kernel.backend.matmul(kernel.variant, x, weight, rows, bias, residual, gelu, None, 1.0)
-    y = product(x, weight)
+    # where only the biases of rows have no kernel, the product has one
+    y = linear(x, weight, rows) if has_row_bias(bias) else product(x, weight)
     y = y if bias is None else y + bias.float()
     return add_output(residual, y.gelu() if gelu else y, norm, scale)
+
+
+def has_row_bias(bias: Tensor | None) -> bool:
+    """Whether each row has a bias of its own, as adapters make it (ops/lora.py)."""
+    return bias is not None and len(bias.shape) == 2
+
+
+def only_row_bias(stem: str, facts: ShapeFacts) -> bool:
+    """Whether the biases of rows alone keep an op from its kernel: then its products have theirs all the same."""
+    return facts.row_bias and choice_of(stem, "", replace(facts, row_bias=False)).variant != REFERENCE
 
 
 def _reduced(
@@ -110,17 +134,19 @@ def rounded(x: Tensor, activations: Activations) -> Tensor:
 def gate_up_silu(x: Tensor, norm: Norm | None, weight: Weight, rows: Tensor, bias: Tensor | None = None, gelu: bool = False) -> Tensor:
     """silu(g) * u of the normalised x, the SwiGLU of Shazeer (2020, arXiv:2002.05202); with `gelu` gelu(g) * u.
 
-    x [T, E] float32, not normalised if `norm` is None; weight [2F, E], the rows of gate and then those of up; bias [2F]; result [T, F]
-    float32. `rows` as for `linear`.
+    x [T, E] float32, not normalised if `norm` is None; weight [2F, E], the rows of gate and then those of up; bias [2F], or
+    [T, 2F] of each row; result [T, F] float32. `rows` as for `linear`.
     """
-    F = weight.O // 2
+    F, by_kernels = weight.O // 2, gelu or norm is None
     if not isinstance(weight, TensorWeight):
         placement = Placement.of(x.device)
         shape, facts = f"{weight.I}->{F} {weight.format}{' gelu' * gelu}", product_facts(placement, weight, norm, outputs=F)
-        kernel = select("norm_gate_up_silu", placement, shape, replace(facts, gelu=gelu))
+        facts = replace(facts, gelu=gelu, row_bias=has_row_bias(bias))
+        kernel = select("norm_gate_up_silu", placement, shape + " row biases" * facts.row_bias, facts)
         if kernel is not None:
             return kernel.backend.gate_up_silu(kernel.variant, x, norm, weight, rows, bias, gelu)
-    y = products(x if norm is None else norm(x).contiguous(), weight, rows, bias, by_kernels=gelu or norm is None)
+        by_kernels = by_kernels or only_row_bias("norm_gate_up_silu", facts)
+    y = products(x if norm is None else norm(x).contiguous(), weight, rows, bias, by_kernels)
     g, u = y[:, :F], y[:, F:]
     return (g.gelu() if gelu else g.silu()) * u
 
@@ -135,7 +161,7 @@ def products(x: Tensor, weight: Weight, rows: Tensor, bias: Tensor | None, by_ke
     parts, done = matrices_of(weight), 0
     outputs = []
     for part in parts:
-        own = None if bias is None else bias[done : done + part.O].contiguous()
+        own = None if bias is None else bias[..., done : done + part.O].contiguous()
         outputs.append(linear(x, part, rows, own))
         done += part.O
     return (outputs[0] if len(outputs) == 1 else outputs[0].cat(*outputs[1:], dim=1)).contiguous()

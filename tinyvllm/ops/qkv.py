@@ -14,7 +14,7 @@ from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import store_kv, store_packed_kv
 from tinyvllm.ops.facts import product_facts
 from tinyvllm.ops.kv_pack import packed_rows, queries_for
-from tinyvllm.ops.linear import products
+from tinyvllm.ops.linear import has_row_bias, only_row_bias, products
 from tinyvllm.ops.norm import Norm, rms_norm
 from tinyvllm.ops.rope import apply_rope
 from tinyvllm.placement import Placement
@@ -33,14 +33,17 @@ def norm_qkv_rope_store(
     """
     K, D, placement = cache.K, cache.D, Placement.of(x.device)
     whole = qkv.q_norm is not None and int(qkv.q_norm.shape[0]) != D
+    by_kernels = whole or norm is None
     if not isinstance(qkv.weight, TensorWeight):
         shape = f"{qkv.weight.I}->{qkv.weight.O} {qkv.weight.format}, D={D}"
         facts = product_facts(placement, qkv.weight, norm, head_dim=D, cache=cache)
-        kernel = select("norm_qkv_rope_store", placement, shape + " whole norms" * whole, replace(facts, whole_qk_norm=whole))
+        facts = replace(facts, whole_qk_norm=whole, row_bias=has_row_bias(qkv.bias))
+        kernel = select("norm_qkv_rope_store", placement, shape + " whole norms" * whole + " row biases" * facts.row_bias, facts)
         if kernel is not None and norm is not None:
             return kernel.backend.norm_qkv_rope_store(kernel.variant, x, norm, qkv, qkv.weight, angles, cache, batch)
+        by_kernels = by_kernels or only_row_bias("norm_qkv_rope_store", facts)
     # without the copy, tinygrad recomputes the norm for every output
-    y = products(x if norm is None else norm(x).contiguous(), qkv.weight, batch.rows, qkv.bias, by_kernels=whole or norm is None)
+    y = products(x if norm is None else norm(x).contiguous(), qkv.weight, batch.rows, qkv.bias, by_kernels)
     y = y.reshape(int(x.shape[0]), -1, D)
     H = int(y.shape[1]) - 2 * K
     q, k, v = y[:, :H], y[:, H : H + K], y[:, H + K :]

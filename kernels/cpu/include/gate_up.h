@@ -2,11 +2,12 @@
 //
 //   F       features of gate and of up, a multiple of 16; I (product.h) is the width of x
 //   HALF    BOTH; where gate and up have different formats, GATE writes gate to the output, and UP, launched after it, reads it there
-//   BIAS    whether there is a bias [2 F], gate's first
+//   BIAS    whether there is a bias [2 F], gate's first; with BIAS_PITCH = 2 F each row has one
 //
 // A run of pairs of gate's panels comes before those of up. silu(a) = a / (1 + e^-a).
 #pragma once
 #include "activations.h"
+#include "params.h"
 #include "product.h"
 
 #define BOTH 0
@@ -56,7 +57,10 @@ static inline void gate_up_run(const uint8_t *gate, const uint8_t *up, int first
     pair_dot(gate, pair, pair + 1 < end ? gate + 2 * (pair + 1) * PANEL : last, x_rows, tokens, run_tile(gates, pair - first));
   for (int pair = first; pair < end; pair++) {
     if (HALF != GATE) pair_dot(up, pair, pair + 1 < end ? up + 2 * (pair + 1) * PANEL : next, x_rows, tokens, ups);
-    for (int r = 0; r < tokens; r++) finish_row(outs[r], run_tile(gates, pair - first) + r * 32, ups + r * 32, biases, pair * 32);
+    for (int r = 0; r < tokens; r++) {
+      const float *own = BIAS ? biases + (long)r * BIAS_PITCH : 0;
+      finish_row(outs[r], run_tile(gates, pair - first) + r * 32, ups + r * 32, own, pair * 32);
+    }
   }
 }
 

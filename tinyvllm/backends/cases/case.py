@@ -13,7 +13,7 @@ from tinyvllm.quant.kv import KV_FORMATS
 TESTED = frozenset(
     {
         "embed", "norm_qkv_rope_store", "kv_append", "attention_decode", "attention_prefill", "matmul", "norm_gate_up_silu", "norm_head",
-        "norm_route", "experts_gate_up_silu", "experts_down", "advance", "kv_copy", "sample", "pack_tiles",
+        "norm_route", "experts_gate_up_silu", "experts_down", "lora_bias", "advance", "kv_copy", "sample", "pack_tiles",
     }
 )  # fmt: skip
 _MIXED = ("norm_qkv_rope_store", "norm_gate_up_silu", "experts_gate_up_silu")  # whose parts may be in several formats
@@ -66,6 +66,7 @@ class Case:
 
 _PRODUCT = 1e-4
 _TOLERANCES = dict.fromkeys(("matmul", "norm_gate_up_silu", "experts_gate_up_silu", "experts_down"), {"y": _PRODUCT}) | {
+    "lora_bias": {"y": _PRODUCT, "same": 0.0},
     "norm_head": {"logits": _PRODUCT, "best": 0.0},
     "norm_route": {"shares": _PRODUCT},
 }

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from tinyvllm.backends.cases.adapters import lora_bias
 from tinyvllm.backends.cases.attention import attention_decode, attention_prefill, kv_append, kv_copy
 from tinyvllm.backends.cases.case import TESTED, Case
 from tinyvllm.backends.cases.expected import mixed_answer
@@ -24,6 +25,7 @@ CASES: Mapping[str, Run] = {
     "attention_prefill": attention_prefill,
     "matmul": matmul,
     "norm_gate_up_silu": norm_gate_up_silu,
+    "lora_bias": lora_bias,
     "norm_route": norm_route,
     "experts_gate_up_silu": experts_gate_up_silu,
     "experts_down": experts_down,

@@ -17,7 +17,7 @@ from tinyvllm.backends.cpu.prepared import MAX_THREADS, prepared_bytes
 from tinyvllm.backends.cpu.toolchain import compiler_state, cpu_features, processor, processor_name
 from tinyvllm.backends.kernel import Constant, Kernel
 from tinyvllm.backends.limits import ShapeFacts, first_reason
-from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, packed, packed_parts
+from tinyvllm.backends.operands import QKV, AdapterStack, DrawInputs, History, KernelTable, KernelWeight, NormWeights, packed, packed_parts
 from tinyvllm.backends.shapes import Attention
 from tinyvllm.batch import NO_SLOT, Batch, LayerCache
 from tinyvllm.bridge import (
@@ -117,7 +117,7 @@ class CpuBackend(ExpertKernels):
             panel_bytes(main.format, main.O, E) + 4 * T * (E + H * D),
             E=E, H=H, K=K, D=D, S=S, R=R, MAIN=main.O // D, SECOND=others[0].O // D if others else 0, WEIGHT=main.format,
             CACHE_TYPE=cache_format(cache), NORM=norm.kind, BIAS=int(qkv.bias is not None), QK_NORM=int(qkv.q_norm is not None),
-            EPS=constant(norm.eps), QK_EPS=constant(qkv.qk_eps),
+            EPS=constant(norm.eps), QK_EPS=constant(qkv.qk_eps), **policies.row_bias(qkv.bias),
         )  # fmt: skip
         outs = [empty(x, T, H, D), cache.keys, cache.values, scratch(x, prepared_bytes(main.format, T, E))]
         q, keys, values, _ = launch(kernel, outs, ins)
@@ -171,10 +171,23 @@ class CpuBackend(ExpertKernels):
         kernel = Kernel.cpu(
             "matmul", variant, 2, len(ins), 2 * T * O * I, panel_bytes(weight.format, O, weight.I) + 4 * T * (O + I),
             O=O, I=I, WEIGHT=weight.format, BIAS=int(bias is not None), RESIDUAL=int(residual is not None), ACTIVATION=int(gelu),
-            **after, **policies.output_scale(output_scale), **slices,
+            **policies.row_bias(bias), **after, **policies.output_scale(output_scale), **slices,
         )  # fmt: skip
         outs = [empty(x, T, O), scratch(x, prepared_bytes(weight.format, T, I))]
         return launch(kernel, outs, ins)[0]
+
+    def lora_bias(
+        self, variant: str, x: Tensor, norm: NormWeights | None, stack: AdapterStack, bias: Tensor | None, adapters: Tensor, rows: Tensor
+    ) -> Tensor:
+        (_, P, R, E), (_, _, O), T = (int(d) for d in stack.a.shape), (int(d) for d in stack.b.shape), int(x.shape[0])
+        before: dict[str, Constant] = {"NORM": "NO_NORM"} if norm is None else {"EPS": constant(norm.eps)}
+        ins = [x, *present(None if norm is None else norm.weight), stack.a, stack.b, stack.ranks, *present(bias), adapters, rows]
+        starts = dict(zip(("SECOND", "THIRD"), stack.starts[1:]))
+        kernel = Kernel.cpu(
+            "lora_bias", variant, 2, len(ins), 2 * T * R * (P * E + O), 4 * (R * (P * E + O) + T * (E + O)),
+            E=E, O=O, R=R, PARTS=P, BIAS=int(bias is not None), **starts, **before,
+        )  # fmt: skip
+        return launch(kernel, [empty(x, T, O), scratch(x, 4 * T * (E + P * R))], ins)[0]
 
     def all_reduce(
         self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None
@@ -206,6 +219,7 @@ class CpuBackend(ExpertKernels):
             kernel = Kernel.cpu(
                 "norm_gate_up_silu", variant, 2, len(ins), 2 * T * part.O * E, panel_bytes(part.format, part.O, E) + 4 * T * (E + F),
                 E=E, F=F, WEIGHT=part.format, HALF=half, BIAS=int(bias is not None), **before, **policies.gate(gelu),
+                **policies.row_bias(bias),
             )  # fmt: skip
             out, _ = launch(kernel, [out, scratch(x, prepared_bytes(part.format, T, E))], ins)
         return out

@@ -24,6 +24,7 @@ from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.limits import ShapeFacts, first_reason
 from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, packed, packed_parts
 from tinyvllm.backends.shapes import Attention, Heads, Product
+from tinyvllm.backends.without_adapters import WithoutAdapters
 from tinyvllm.backends.without_experts import WithoutExperts
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import (
@@ -49,7 +50,7 @@ OLDEST = {plan.BASE: 80}
 PRODUCTS = ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head")
 
 
-class CudaBackend(WithoutExperts):
+class CudaBackend(WithoutAdapters, WithoutExperts):
     """Kernels for NVIDIA GPUs of compute capability 8.0 and later."""
 
     name = "cuda"

@@ -15,6 +15,7 @@ from tinyvllm.backends.limits import (
     multiple_of,
     no_cap,
     norm_by_head,
+    one_bias,
     pairs_of_sixteen,
     plain_logits,
     plain_outputs,
@@ -58,12 +59,12 @@ _ATTENTION = (
 
 LIMITS: Limits = {
     "embed": (_INPUTS, plain_rows),
-    "norm_qkv_rope_store": (*_PRODUCT, rms_norm_only, _HEADS, norm_by_head),
+    "norm_qkv_rope_store": (*_PRODUCT, rms_norm_only, _HEADS, norm_by_head, one_bias),
     "kv_append": (_HEADS,),
     "attention_decode": (*_ATTENTION, no_cap),
     "attention_prefill": (*_ATTENTION, no_cap),
-    "matmul": (*plain_outputs, *_PRODUCT, _ONE_FORMAT),
-    "norm_gate_up_silu": (silu_gate, multiple_of("outputs", 16), *_PRODUCT, rms_norm_only),
+    "matmul": (*plain_outputs, one_bias, *_PRODUCT, _ONE_FORMAT),
+    "norm_gate_up_silu": (silu_gate, one_bias, multiple_of("outputs", 16), *_PRODUCT, rms_norm_only),
     "norm_head": (*plain_logits, *_PRODUCT, _ONE_FORMAT, rms_norm_only),
     "advance": (),
     "kv_copy": (multiple_of("block_bytes", 16),),

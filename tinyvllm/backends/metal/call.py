@@ -29,6 +29,7 @@ from tinyvllm.backends.metal.probe import unexpected_matrix_layout
 from tinyvllm.backends.metal.queue import gpu_name, import_pages, max_import, metal_free_memory, queue_of
 from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, stored
 from tinyvllm.backends.shapes import Attention, Heads, Product
+from tinyvllm.backends.without_adapters import WithoutAdapters
 from tinyvllm.backends.without_experts import WithoutExperts
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import (
@@ -84,7 +85,7 @@ def _of_op(stem: str) -> Callable[[Method], Method]:
     return wrap
 
 
-class MetalBackend(WithoutExperts):
+class MetalBackend(WithoutAdapters, WithoutExperts):
     """Kernels for the GPUs of Apple Silicon."""
 
     name = "metal"

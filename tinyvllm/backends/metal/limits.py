@@ -12,6 +12,7 @@ from tinyvllm.backends.limits import (
     multiple_of,
     no_cap,
     norm_by_head,
+    one_bias,
     plain_logits,
     plain_outputs,
     plain_rows,
@@ -41,12 +42,12 @@ _ATTENTION = (
 
 LIMITS: Limits = {
     "embed": (_INPUTS, plain_rows),
-    "norm_qkv_rope_store": (_INPUTS, matrices(3, "q, k and v"), rms_norm_only, _HEADS, norm_by_head),
+    "norm_qkv_rope_store": (_INPUTS, matrices(3, "q, k and v"), rms_norm_only, _HEADS, norm_by_head, one_bias),
     "kv_append": (_HEADS,),
     "attention_decode": (*_ATTENTION, no_cap),
     "attention_prefill": (*_ATTENTION, no_cap),
-    "matmul": (*plain_outputs, _INPUTS, matrices(1, "several are multiplied only together with their norm")),
-    "norm_gate_up_silu": (silu_gate, _INPUTS, matrices(2, "gate and up"), rms_norm_only),
+    "matmul": (*plain_outputs, one_bias, _INPUTS, matrices(1, "several are multiplied only together with their norm")),
+    "norm_gate_up_silu": (silu_gate, one_bias, _INPUTS, matrices(2, "gate and up"), rms_norm_only),
     "norm_head": (*plain_logits, _INPUTS, rms_norm_only),
     "advance": (),
     "kv_copy": (multiple_of("block_bytes", 16),),
