@@ -35,7 +35,6 @@ class Alias:
 
 
 _ONE_DEVICE = Alias(inert=(1, None), nearest=("device",), why="an engine runs on one device")
-_NO_LORA = Alias(inert=(None,), why="adapters are not implemented; merge them into the model")
 _NO_IMAGES = Alias(inert=(None,), why="prompts are text only")
 _FROM_CHECKPOINT = Alias(inert=(None,), nearest=("max_model_len",), why="the configuration of the checkpoint holds")
 
@@ -87,10 +86,9 @@ VLLM: dict[str, Alias] = {
     "disable_log_stats": Alias(inert=(True, None), why="statistics are at /metrics and /status"),
     "generation_config": Alias(inert=("auto", None), why="the model's recommendation is the default of sampling"),
     "override_generation_config": Alias(inert=(None,), why="give sampling parameters instead"),
-    "enable_lora": Alias(inert=(False, None), why=_NO_LORA.why),
-    "max_loras": _NO_LORA,
-    "max_lora_rank": _NO_LORA,
-    "lora_modules": _NO_LORA,
+    "max_cpu_loras": Alias(inert=(None,), nearest=("max_loras",), why="all loaded adapters are where the model is"),
+    "lora_dtype": Alias(inert=("auto", "float32", None), why="adapters are kept and multiplied in float32"),
+    "fully_sharded_loras": Alias(inert=(False, None), why="adapters do not work with ranks yet"),
     "speculative_model": Alias(inert=(None,), nearest=("speculative_config",), why="the configuration names the model"),
     "num_speculative_tokens": Alias(inert=(None,), nearest=("speculative_config",), why="the configuration has it"),
     "guided_decoding_backend": Alias(inert=("auto", None), why="there is one grammar engine"),

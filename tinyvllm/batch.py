@@ -94,6 +94,7 @@ class Batch:
     chunks [2]            the first sequence of several tokens, which is `num_decodes`, and how many of them count
     samples [N]           the rows whose logits are wanted, of which the first sample_count [1] count
     num_blocks            blocks of the longest context of the step; an int, or a bound variable so that one capture serves all lengths
+    adapters [T]          the adapter of each row, n for the n-th, 0 for none; None where no row of the batch has one
     shared_prefix_lens [B] for each decode, leading tokens in the same blocks as those of the decode before it; None where not computed
     """
 
@@ -112,6 +113,7 @@ class Batch:
     num_decodes: int
     max_query: int
     shared_prefix_lens: Tensor | None = None
+    adapters: Tensor | None = None
 
     @property
     def num_chunks(self) -> int:

@@ -84,6 +84,9 @@ class EngineConfig:
     preemption_mode         "recompute" or "swap"; None takes the cheaper one by measured rates
     async_scheduling        launch the next decode step before the last one's tokens are read; None does where launches are asynchronous
     tensor_parallel_size    processes that share the model, each with a part of every matrix: 1, 2, 4 or 8, on the CPU
+    enable_lora             serve low-rank adapters (docs/lora.md): up to max_loras at the same time, of ranks up to max_lora_rank
+    lora_modules            names and folders of the adapters that are loaded at the start, which imply enable_lora. `resolve` also takes a
+                            dict, and texts such as "NAME=FOLDER"
     enable_cascade          read a cached prefix that running sequences share once for all of them
     warm_up                 capture common steps ahead of time: LLM at construction, AsyncLLM one at a time while idle
     record                  file to which arrivals and parameters are written, for `replay`
@@ -121,6 +124,10 @@ class EngineConfig:
     preemption_mode: str | None = None
     async_scheduling: bool | None = None
     tensor_parallel_size: int = 1
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    lora_modules: tuple[tuple[str, str], ...] = ()
     enable_cascade: bool = True
     warm_up: bool = False
     record: str | None = None
@@ -140,7 +147,15 @@ class EngineConfig:
             _check_integer(name, getattr(self, name), low, high)
         for name in ("model", "served_model_name", "tokenizer", "revision", "imatrix", "prefix_cache_dir", "record", "profile"):
             _check_text(name, getattr(self, name), optional=name != "model")
-        for name in ("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling", "enable_cascade", "warm_up", "energy"):
+        for name in (
+            "skip_tokenizer_init",
+            "enable_prefix_caching",
+            "async_scheduling",
+            "enable_cascade",
+            "warm_up",
+            "energy",
+            "enable_lora",
+        ):
             if type(getattr(self, name)) is not bool and not (name == "async_scheduling" and self.async_scheduling is None):
                 raise ArgumentError(f"{name} must be True or False, got {getattr(self, name)!r}")
         _check_choice("dtype", self.dtype, DTYPES)
@@ -161,6 +176,7 @@ class EngineConfig:
 
     def _check_combinations(self) -> None:
         self._check_ranks()
+        self._check_adapters()
         if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
             raise ArgumentError(f"prefix_cache_dir={self.prefix_cache_dir!r} contradicts enable_prefix_caching=False: give one of them")
         if self.kv_events_config is not None and not self.enable_prefix_caching:
@@ -177,6 +193,21 @@ class EngineConfig:
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ArgumentError(f"skip_tokenizer_init contradicts tokenizer={self.tokenizer!r}: give one of them")
 
+    def _check_adapters(self) -> None:
+        """ArgumentError for options of adapters that contradict each other."""
+        unused = {
+            name: getattr(self, name) for name in ("max_loras", "max_lora_rank") if getattr(self, name) != getattr(EngineConfig, name)
+        }
+        if self.lora_modules:
+            unused["lora_modules"] = self.lora_modules
+        if unused and not self.enable_lora:
+            name, value = next(iter(unused.items()))
+            raise ArgumentError(f"{name}={value} has no use without enable_lora: give both, or neither")
+        if len(self.lora_modules) > self.max_loras:
+            raise ArgumentError(f"lora_modules has {len(self.lora_modules)} adapters, and max_loras is {self.max_loras}: give a larger one")
+        if self.enable_lora and self.load_format == "dummy":
+            raise ArgumentError("enable_lora has no use with load_format=dummy: no adapter belongs to random weights")
+
     def _check_ranks(self) -> None:
         """ArgumentError for what ranks of tensor parallelism cannot do yet."""
         ranks = self.tensor_parallel_size
@@ -186,7 +217,7 @@ class EngineConfig:
             return
         if self.device not in ("auto", "CPU"):
             raise ArgumentError(f"tensor_parallel_size={ranks} runs on the CPU only, got device={self.device}: leave one of them out")
-        for name in ("swap_space", "speculative_config", "prefix_cache_dir", "async_scheduling", "imatrix"):
+        for name in ("swap_space", "speculative_config", "prefix_cache_dir", "async_scheduling", "imatrix", "enable_lora"):
             if getattr(self, name):
                 raise ArgumentError(f"{name} does not work with tensor_parallel_size={ranks} yet: leave one of them out")
         if self.num_scheduler_steps != 1:
@@ -216,6 +247,8 @@ _INTEGERS: tuple[tuple[str, int, int | None], ...] = (
     ("max_num_batched_tokens", 1, None),
     ("max_step_ms", 0, 600_000),
     ("num_scheduler_steps", 1, MAX_SCHEDULER_STEPS),
+    ("max_loras", 1, 64),
+    ("max_lora_rank", 1, 64),
     ("block_size", 8, 256),
     ("num_blocks", 1, None),
     ("kv_memory", 1, None),
@@ -253,6 +286,9 @@ def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str
         values["speculative_config"] = speculative.parse(values["speculative_config"])
     elif values.get("tensor_parallel_size", 1) != 1:
         values["speculative_config"] = None  # does not work with it yet
+    if "lora_modules" in values:
+        modules = values["lora_modules"] = parse_lora_modules(values["lora_modules"])
+        values = {"enable_lora": bool(modules), "max_loras": max(1, len(modules)), **values}
     if "kv_events_config" in values:
         values["kv_events_config"] = kv_events.parse(values["kv_events_config"])
     values |= {name: _KV_CACHE_ALIASES.get(str(values[name]), values[name]) for name in ("kv_cache_dtype",) if name in values}
@@ -264,6 +300,30 @@ def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str
     if config.tokenizer is not None:
         _check_tokenizer(config.tokenizer)
     return config
+
+
+def parse_lora_modules(given: object) -> tuple[tuple[str, str], ...]:
+    """Pairs of an adapter's name and folder, from a dict, or from a list of pairs, of "NAME=FOLDER", or of vLLM's {"name", "path"}."""
+    if isinstance(given, str):
+        given = [given]
+    if not isinstance(given, (Mapping, list, tuple)):
+        raise ArgumentError(f"lora_modules must be names and folders of adapters, such as NAME=FOLDER, got {given!r:.80}")
+    pairs = list(given.items()) if isinstance(given, Mapping) else [_lora_module(entry) for entry in given]
+    if not all(isinstance(part, str) and part for pair in pairs for part in pair):
+        raise ArgumentError(f"lora_modules must be names and folders of adapters, such as NAME=FOLDER, got {given!r:.80}")
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise ArgumentError(f"lora_modules has two adapters of one name, got {given!r:.80}")
+    return tuple(pairs)
+
+
+def _lora_module(entry: object) -> tuple[Any, Any]:
+    """The name and the folder of one adapter; ("", "") for what has none."""
+    if isinstance(entry, str):
+        name, _, path = entry.partition("=")
+        return name, path
+    if isinstance(entry, Mapping) and entry.keys() <= {"name", "path", "base_model_name"}:
+        return entry.get("name"), entry.get("path")
+    return tuple(entry) if isinstance(entry, (list, tuple)) and len(entry) == 2 else ("", "")  # type: ignore[return-value]
 
 
 def parse_size(name: str, text: str) -> int:

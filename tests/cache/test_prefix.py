@@ -246,14 +246,18 @@ def test_a_listener_hears_every_change_once_and_in_order():
     pack = struct.Struct("<2i").pack
     table = publish(cache, [1, 2, 3, 4])
     first, second = cache.hash_blocks([1, 2, 3, 4])
-    assert heard.events == [("stored", first, None, pack(1, 2), None), ("stored", second, first, pack(3, 4), None)]
+    assert heard.events == [("stored", first, None, pack(1, 2), None, None), ("stored", second, first, pack(3, 4), None, None)]
     again = publish(cache, [1, 2])  # known already
     cache.pool.release(again)
     cache.pool.release(table)
     heard.events.clear()
     publish(cache, [5, 6, 7, 8], "mine")
     (salted, after), root = cache.hash_blocks([5, 6, 7, 8], "mine"), cache._root("mine")
-    assert heard.events == [("removed", second), ("stored", salted, None, pack(5, 6), root), ("stored", after, salted, pack(7, 8), None)]
+    assert heard.events == [
+        ("removed", second),
+        ("stored", salted, None, pack(5, 6), root, None),
+        ("stored", after, salted, pack(7, 8), None, None),
+    ]
     heard.events.clear()
     cache.drop(cache.find([salted])[0])
     cache.reset()
@@ -267,8 +271,8 @@ def test_a_cache_describes_itself_to_a_listener():
     cache.describe(heard)
     (first, second), (salted,) = cache.hash_blocks([1, 2, 3, 4]), cache.hash_blocks([5, 6], "mine")
     pack = struct.Struct("<2i").pack
-    expected = [("stored", first, None, pack(1, 2), None), ("stored", second, first, pack(3, 4), None)]
-    assert heard.events == [("stored", salted, None, pack(5, 6), cache._root("mine")), *expected]
+    expected = [("stored", first, None, pack(1, 2), None, None), ("stored", second, first, pack(3, 4), None, None)]
+    assert heard.events == [("stored", salted, None, pack(5, 6), cache._root("mine"), None), *expected]
 
 
 def test_a_listener_hears_of_adopted_blocks():
@@ -278,4 +282,4 @@ def test_a_listener_hears_of_adopted_blocks():
     for salt, parent in ((None, None), ("mine", cache._root("mine"))):  # which hashes are salts, an adopted block does not say
         (hash,) = cache.hash_blocks([1, 2], salt)
         cache.adopt(hash, cache._root(salt), pack(1, 2))
-        assert heard.events.pop() == ("stored", hash, parent, pack(1, 2), None) and not heard.events
+        assert heard.events.pop() == ("stored", hash, parent, pack(1, 2), None, None) and not heard.events

@@ -58,7 +58,7 @@ def test_the_three_frames_and_the_fields_of_events() -> None:
     collector.stored(hash_of(4), hash_of(3), tokens[2], None)
     collector.removed(hash_of(2))
     collector.removed(hash_of(1))
-    collector.stored(hash_of(5), hash_of(4), tokens[3], None)
+    collector.stored(hash_of(5), hash_of(4), tokens[3], None, "sql")
     with opened(topic="kv@pod") as publisher, subscribed(publisher, topic="kv@") as subscriber:
         publisher.publish(collector.take())
         while (received := subscriber.receive())[1] < publisher._next - 1:
@@ -68,7 +68,7 @@ def test_the_three_frames_and_the_fields_of_events() -> None:
     first, second, removed, third = batch.events
     assert first == BlockStored([1, 2], None, list(range(8)), SIZE, None, "GPU", None, [["ab" * 16], None])
     assert second == BlockStored([4], 3, list(range(8, 12)), SIZE, None, "GPU", None)
-    assert removed == BlockRemoved([2, 1], "GPU") and third == BlockStored([5], 4, list(range(12, 16)), SIZE, None, "GPU", None)
+    assert removed == BlockRemoved([2, 1], "GPU") and third == BlockStored([5], 4, list(range(12, 16)), SIZE, None, "GPU", "sql")
 
 
 def test_a_clear_forgets_what_the_step_reported_before() -> None:

@@ -74,6 +74,7 @@ class PrefixCache:
         self._parents: list[bytes] = [b""] * pool.num_blocks
         self._tokens: list[bytes] = [b""] * pool.num_blocks
         self._owners: list[str | None] = [None] * pool.num_blocks
+        self._adapters: list[str | None] = [None] * pool.num_blocks
         self._begins = bytearray(pool.num_blocks)  # whether it is the first of a chain: its parent is the hash of a salt
         self._no_salt = self._root(None)
         self._remembered = remembered
@@ -133,11 +134,12 @@ class PrefixCache:
         tokens_of: Callable[[int, int], Sequence[int]],
         salt: str | None = None,
         owner: str | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Blocks start..stop of a held table, computed whole, can be found from now on; where a hash is known its older block stays.
 
         `tokens_of(start, stop)` are the sequence's tokens and `salt` its salt, as they were for `extend`; `owner` may read the tokens
-        in an explanation.
+        in an explanation, and `adapter` is the name of the adapter that computed them.
         """
         if start >= stop:
             return
@@ -147,7 +149,7 @@ class PrefixCache:
             digest = hashes[i]
             if digest not in blocks:
                 self.pool.keep(table[i])
-                self._insert(digest, parent, pack(*tokens_of(i * size, (i + 1) * size)), table[i], owner, begins=i == 0)
+                self._insert(digest, parent, pack(*tokens_of(i * size, (i + 1) * size)), table[i], owner, adapter, begins=i == 0)
             parent = digest
 
     def adopt(self, hash: bytes, parent: bytes, tokens: bytes) -> int | None:
@@ -160,7 +162,7 @@ class PrefixCache:
             raise FormatError("PrefixCache: an entry's hash is not that of its tokens under this key; start with an empty cache folder")
         if hash in self._blocks or (block := self.pool.adopt()) is None:
             return None
-        self._insert(hash, parent, tokens, block, None, begins=parent == self._no_salt)  # which hashes are salts, no file says
+        self._insert(hash, parent, tokens, block, None, None, begins=parent == self._no_salt)  # which hashes are salts, no file says
         return block
 
     def entry(self, hash: bytes) -> Entry | None:
@@ -228,9 +230,11 @@ class PrefixCache:
             return Explanation(hit, evicted)
         return Explanation(hit, evicted, start + longest, ours[longest:], theirs[longest:])
 
-    def _insert(self, digest: bytes, parent: bytes, tokens: bytes, block: int, owner: str | None, begins: bool) -> None:
+    def _insert(
+        self, digest: bytes, parent: bytes, tokens: bytes, block: int, owner: str | None, adapter: str | None, begins: bool
+    ) -> None:
         self._blocks[digest] = block
-        self._owners[block] = owner
+        self._owners[block], self._adapters[block] = owner, adapter
         self._begins[block] = begins
         self._hashes[block], self._parents[block], self._tokens[block] = digest, parent, tokens
         self._gone.pop(digest, None)
@@ -242,7 +246,7 @@ class PrefixCache:
     def _report(self, listener: CacheListener, digest: bytes, block: int) -> None:
         parent, begins = self._parents[block], self._begins[block]
         salt = parent if begins and parent != self._no_salt else None
-        listener.stored(digest, None if begins else parent, self._tokens[block], salt)
+        listener.stored(digest, None if begins else parent, self._tokens[block], salt, self._adapters[block])
 
     def _forget(self, block: int) -> None:
         self.pool.forget(block)
@@ -262,7 +266,7 @@ class PrefixCache:
 
     def _clear(self, block: int) -> None:
         self._hashes[block] = self._parents[block] = self._tokens[block] = b""
-        self._owners[block] = None
+        self._owners[block] = self._adapters[block] = None
 
     def _root(self, salt: str | None) -> bytes:
         # marked as a salt: or one of a block's length could be made equal to a block's parent and tokens

@@ -24,6 +24,7 @@ class BlockStored:
     salt: bytes | None
     hashes: list[bytes] = field(default_factory=list)
     tokens: list[bytes] = field(default_factory=list)
+    adapter: str | None = None
 
 
 @dataclass(slots=True)
@@ -47,10 +48,10 @@ class EventCollector:
     def __init__(self) -> None:
         self._events: list[Event] = []
 
-    def stored(self, hash: bytes, parent: bytes | None, tokens: bytes, salt: bytes | None) -> None:
+    def stored(self, hash: bytes, parent: bytes | None, tokens: bytes, salt: bytes | None, adapter: str | None = None) -> None:
         last = self._events[-1] if self._events else None
         if not (isinstance(last, BlockStored) and parent is not None and last.hashes[-1] == parent):
-            last = BlockStored(parent, salt)
+            last = BlockStored(parent, salt, adapter=adapter)
             self._events.append(last)
         last.hashes.append(hash)
         last.tokens.append(tokens)
@@ -95,7 +96,7 @@ def _event_map(event: Event, block_size: int) -> dict[str, Any]:
         "block_size": block_size,
         "lora_id": None,
         "medium": MEDIUM,
-        "lora_name": None,
+        "lora_name": event.adapter,
     }
     if event.salt is not None:  # a digest: a salt may be derived from an API key, which a subscriber could search for
         result["extra_keys"] = [[event.salt.hex()], *[None] * (len(hashes) - 1)]

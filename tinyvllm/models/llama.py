@@ -21,6 +21,7 @@ from tinyvllm.ops.attention import PagedAttention
 from tinyvllm.ops.experts import RoutingPolicy, experts_down, experts_gate_up_silu, norm_route
 from tinyvllm.ops.head import embed, norm_head
 from tinyvllm.ops.linear import gate_up_silu, linear
+from tinyvllm.ops.lora import AdapterStack, lora_bias
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
 from tinyvllm.ops.rope import RopeScaling, query_factors, rope_table
@@ -56,6 +57,7 @@ class LlamaBlock(TransformerBlock):
         self.rope = None if layer in config.no_rope else int(self.window > 0 and config.window_rope is not None)
         self.cap, self.gelu, self.residual_scale = config.attention_cap, config.gelu, config.residual_scale
         self._place_norms(config)
+        self.adapters: dict[str, AdapterStack] = {}  # by field of `LayerWeights`; set where an engine has adapters (runner/adapters.py)
         if config.num_experts:
             self._place_experts(config)
         if config.output_bias:
@@ -85,15 +87,17 @@ class LlamaBlock(TransformerBlock):
     def forward_batch(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: LayerCache, rotations: Rotations) -> Tensor:
         """x [T, E] float32; result [T, E] float32."""
         angles = None if self.rope is None else rotations.angles[self.rope]
-        q, cache = norm_qkv_rope_store(self.weights.qkv.in_order(x), self._norm("attn_norm"), self._qkv(), angles, cache, batch)
+        norm, ordered = self._norm("attn_norm"), self.weights.qkv.in_order(x)
+        q, cache = norm_qkv_rope_store(ordered, norm, self._qkv(self._bias("qkv", ordered, norm, batch)), angles, cache, batch)
         q = q if rotations.query_factors is None else (q * rotations.query_factors).contiguous()
         attended = attention(q, cache, self.scale, self.window, self.cap)
-        x = self._project(attended, self.weights.attn_output, batch, x, "post_attention_norm")
+        x = self._project(attended, "attn_output", batch, x, "post_attention_norm")
         if self.weights.router is not None:
             return self._mixture(x, self.weights.router, batch)
-        norm, gate_up, down = self._norm("ffn_norm"), self.weights.ffn_in, self.weights.ffn_down
-        h = gate_up_silu(gate_up.in_order(x), norm, gate_up.weight, batch.rows, gate_up.bias, self.gelu).contiguous()
-        return self._project(h, down, batch, x, "post_ffw_norm")
+        norm, gate_up = self._norm("ffn_norm"), self.weights.ffn_in
+        ordered = gate_up.in_order(x)
+        h = gate_up_silu(ordered, norm, gate_up.weight, batch.rows, self._bias("ffn_in", ordered, norm, batch), self.gelu).contiguous()
+        return self._project(h, "ffn_down", batch, x, "post_ffw_norm")
 
     def _mixture(self, x: Tensor, router: Product, batch: Batch) -> Tensor:
         """The residual [T, E] plus what the experts of each row make of it."""
@@ -104,17 +108,27 @@ class LlamaBlock(TransformerBlock):
         after = self._norm("post_ffw_norm")
         return experts_down(h, weights.ffn_down.weight, routing, batch.rows, count, x, after, self.residual_scale).contiguous()
 
-    def _project(self, x: Tensor, product: Product, batch: Batch, residual: Tensor, norm: str) -> Tensor:
+    def _project(self, x: Tensor, field: str, batch: Batch, residual: Tensor, norm: str) -> Tensor:
         """The residual [T, E] plus x times the product's weight and its bias, normed if the layer has this norm, and scaled."""
+        product: Product = getattr(self.weights, field)
         x, after = product.in_order(x), self._norm(norm)
-        return linear(x, product.weight, batch.rows, product.bias, residual, norm=after, scale=self.residual_scale).contiguous()
+        bias = self._bias(field, x, None, batch)
+        return linear(x, product.weight, batch.rows, bias, residual, norm=after, scale=self.residual_scale).contiguous()
+
+    def _bias(self, field: str, x: Tensor, norm: Norm | None, batch: Batch) -> Tensor | None:
+        """The bias of a product with the normed x: that of each row where rows of the batch have adapters."""
+        product, stack = getattr(self.weights, field), self.adapters.get(field)
+        if batch.adapters is None or stack is None:
+            bias: Tensor | None = product.bias
+            return bias
+        return lora_bias(x, norm, stack, product.bias, batch.adapters, batch.rows)
 
     def _norm(self, name: str) -> Norm | None:
         norm: nn.RMSNorm | None = getattr(self, name, None)
         return None if norm is None else rms(norm)
 
-    def _qkv(self) -> QKV:
-        qkv = QKV(self.weights.qkv.weight, self.weights.qkv.bias)
+    def _qkv(self, bias: Tensor | None) -> QKV:
+        qkv = QKV(self.weights.qkv.weight, bias)
         if self.config.qk_norm:
             qkv = replace(qkv, q_norm=self.attn_q_norm.weight, k_norm=self.attn_k_norm.weight, qk_eps=self.config.norm_eps)
         return qkv

@@ -1,5 +1,6 @@
 """Requests and their outputs. No text and no tensors."""
 
+from tinyvllm.request.adapter import Adapter, LoRARequest
 from tinyvllm.request.limits import MAX_LOGPROB_ENTRIES, MAX_LOGPROB_TOKEN_IDS
 from tinyvllm.request.options import RequestOptions
 from tinyvllm.request.output import CompletionOutput, Energy, Logprob, Receipt, RequestMetrics, RequestOutput
@@ -16,7 +17,7 @@ from tinyvllm.request.params import (
 from tinyvllm.request.sequence import Sequence, Status
 
 __all__ = [
-    "ALL_LOGPROBS", "MAX_LOGPROBS", "MAX_LOGPROB_ENTRIES", "MAX_LOGPROB_TOKEN_IDS", "STRUCTURES", "BeamSearchParams", "CompletionOutput",
-    "Energy", "LogitsProcessor", "Logprob", "Receipt", "RequestMetrics", "RequestOutput", "SamplingParams", "Sequence", "Status",
-    "StructuredOutputsParams", "RequestOptions", "ReasoningParams",
+    "ALL_LOGPROBS", "Adapter", "BeamSearchParams", "CompletionOutput", "Energy", "LoRARequest", "LogitsProcessor", "Logprob",
+    "MAX_LOGPROBS", "MAX_LOGPROB_ENTRIES", "MAX_LOGPROB_TOKEN_IDS", "Receipt", "RequestMetrics", "RequestOutput", "STRUCTURES",
+    "SamplingParams", "Sequence", "Status", "StructuredOutputsParams", "RequestOptions", "ReasoningParams",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tinyvllm.errors import ArgumentError
+from tinyvllm.request.adapter import SALT_MARK, Adapter
 from tinyvllm.request.limits import MAX_DEADLINE_MS, MAX_NAME, MAX_PRIORITY, brief
 
 
@@ -21,6 +22,7 @@ class RequestOptions:
     receipt, explain  whether the last output has a receipt of its cost, and an explanation of its prefix cache hits, which compares
                       it with cached prompts of the same key only
     energy            whether the last output has the joules of the request; a receipt has them, too
+    adapter           the loaded adapter that computes it: callers give a LoRARequest, which the engine looks up
     """
 
     priority: int = 0
@@ -32,6 +34,12 @@ class RequestOptions:
     receipt: bool = False
     explain: bool = False
     energy: bool = False
+    adapter: Adapter | None = None
+
+    @property
+    def prefix_salt(self) -> str | None:
+        """What cached prefixes are kept apart by: keys and values depend on the adapter."""
+        return self.cache_salt if self.adapter is None else self.adapter.salt(self.cache_salt)
 
     @property
     def wants_energy(self) -> bool:
@@ -55,3 +63,5 @@ class RequestOptions:
         salt = self.cache_salt
         if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_NAME):
             raise ArgumentError(f"cache_salt must be a non-empty text of at most {MAX_NAME} characters, got {brief(salt)}")
+        if salt is not None and salt.startswith(SALT_MARK):
+            raise ArgumentError(f"cache_salt must not begin with {SALT_MARK!r}, got {brief(salt)}")

@@ -50,6 +50,11 @@ class Sequence:
     def __len__(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
+    @property
+    def adapter(self) -> int:
+        """The number of its adapter in the runner, 0 for none."""
+        return 0 if self.options.adapter is None else self.options.adapter.number
+
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Tokens start..stop of prompt and output joined, without building the whole list."""
         prompt = len(self.prompt_token_ids)

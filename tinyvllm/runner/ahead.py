@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from tinygrad import Tensor, dtypes
@@ -19,6 +20,8 @@ from tinyvllm.placement import Placement
 from tinyvllm.runner.kv import KVPool
 from tinyvllm.runner.prepare import MIN_CHUNK, Shape, StepInputs, common_shapes
 from tinyvllm.sampling.draw import call_draw
+
+_CHUNK, _DECODE = Shape(0, 1, MIN_CHUNK, MIN_CHUNK), Shape(1, 0, 0, 1)
 
 
 class StepOutlines:
@@ -75,15 +78,20 @@ class StepOutlines:
 
     def _selected(self) -> dict[Need, Choice]:
         with collecting_needs() as needs:
-            for inputs in self._inputs:
+            for inputs in (*self._inputs, *self._adapter_inputs):
                 self._call_step(inputs)
         return needs
 
     @functools.cached_property
     def _inputs(self) -> list[StepInputs]:
         """Inputs of the smallest chunk and of one decode."""
-        shapes = Shape(0, 1, MIN_CHUNK, MIN_CHUNK), Shape(1, 0, 0, 1)
-        return [self._inputs_of(shape) for shape in shapes]
+        return [self._inputs_of(shape) for shape in (_CHUNK, _DECODE)]
+
+    @functools.cached_property
+    def _adapter_inputs(self) -> list[StepInputs]:
+        """The same with adapters, if the engine has some."""
+        has_adapters = any(getattr(block, "adapters", None) for block in self._model.blk)
+        return [self._inputs_of(replace(shape, adapters=True)) for shape in (_CHUNK, _DECODE) if has_adapters]
 
     def _call_step(self, inputs: StepInputs) -> None:
         self._model.forward_batch(inputs.batch(1), self._pool.layers, **self._constants)

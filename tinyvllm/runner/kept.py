@@ -36,6 +36,7 @@ _OTHER_OPTIONS = (
     "profile",
     "energy",
     "prefix_cache_dir",
+    "lora_modules",
     "seed",
     "warm_up",
 )

@@ -10,7 +10,7 @@ A sequence with k drafts is k + 1 adjacent rows of one token each, with the same
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from tinygrad import Tensor, UOp
@@ -29,13 +29,14 @@ class Shape:
     """The padded shape of a step, which is also the key of its capture.
 
     `decodes` rows of one token each, drafts included, and `chunks` sequences of up to `max_query` tokens that make up `chunk_tokens` rows
-    together.
+    together. With `adapters` some row has one: only these steps compute what adapters add.
     """
 
     decodes: int
     chunks: int
     chunk_tokens: int
     max_query: int
+    adapters: bool = False
 
     @property
     def tokens(self) -> int:
@@ -65,13 +66,14 @@ def split(schedule: Schedule) -> tuple[list[Scheduled], list[Scheduled]]:
 
 def shape_of(singles: list[Scheduled], chunks: list[Scheduled]) -> Shape:
     count = sum(entry.num_tokens for entry in singles)
+    adapters = any(entry.sequence.adapter for entry in (*singles, *chunks))
     if not chunks:  # with drafts the number of rows changes with every step: powers of two, most of which plain decodes capture, too
-        return Shape(decode_bucket(count) if count == len(singles) else power_bucket(count), 0, 0, 1)
+        return Shape(decode_bucket(count) if count == len(singles) else power_bucket(count), 0, 0, 1, adapters)
     tokens = power_bucket(sum(entry.num_tokens for entry in chunks), MIN_CHUNK)
     max_query = tokens if len(chunks) == 1 else power_bucket(max(entry.num_tokens for entry in chunks), MIN_CHUNK)
     # steps with both are rare compared with pure decodes: coarse buckets, so that few of them are captured
     decodes = power_bucket(count, 8) if singles else 0
-    return Shape(decodes, power_bucket(len(chunks)), tokens, min(max_query, tokens))
+    return Shape(decodes, power_bucket(len(chunks)), tokens, min(max_query, tokens), adapters)
 
 
 def usual_shapes(max_num_seqs: int, max_batched_tokens: int, max_drafts: int = 0) -> list[Shape]:
@@ -90,10 +92,11 @@ def usual_shapes(max_num_seqs: int, max_batched_tokens: int, max_drafts: int = 0
 
 
 def common_shapes(config: EngineConfig) -> list[Shape]:
-    """The shapes of an engine's most common steps, those with drafts included."""
+    """The shapes of an engine's most common steps, those with drafts included, then those with adapters."""
     chosen = config.speculative_config
     drafts = 0 if chosen is None else chosen.max_step_drafts(config.max_num_seqs)
-    return usual_shapes(config.max_num_seqs, config.max_num_batched_tokens, drafts)
+    shapes = usual_shapes(config.max_num_seqs, config.max_num_batched_tokens, drafts)
+    return shapes + [replace(shape, adapters=True) for shape in shapes if config.enable_lora]
 
 
 def group_shared_prefixes(tables: list[list[int]]) -> list[int]:
@@ -129,6 +132,7 @@ class StepInputs:
     chunks: np.ndarray
     sample_count: np.ndarray
     block_tables: np.ndarray
+    adapters: np.ndarray  # where the shape has them
 
     def __init__(self, shape: Shape, M: int, device: str, all_rows: bool = False, cascade: bool = True):
         self.shape, self.width, self._all_rows, self._cascade = shape, M, all_rows, cascade
@@ -195,6 +199,8 @@ class StepInputs:
         self.decodes[0] = num_rows
         self.chunks[:] = self.shape.decodes, len(chunks)
         self._lay_samples(singles, chunks)
+        if self.shape.adapters:
+            self._lay_adapters(singles, chunks)
         self._measure_shared(num_rows, block_size)
         self._row_of = {} if chunks or drafted else {entry.sequence.sequence_id: b for b, entry in enumerate(singles)}
         self._advanced = 0
@@ -298,6 +304,13 @@ class StepInputs:
         self.samples[: len(rows)], self.samples[len(rows) :] = rows, 0
         self.sample_count[0] = len(rows)
 
+    def _lay_adapters(self, singles: list[Scheduled], chunks: list[Scheduled]) -> None:
+        """The adapter of each row; a padded row has none."""
+        self.adapters[:] = 0
+        for first, entries in ((0, singles), (self.shape.decodes, chunks)):
+            rows = [entry.sequence.adapter for entry in entries for _ in range(entry.num_tokens)]
+            self.adapters[first : first + len(rows)] = rows
+
     def _measure_shared(self, count: int, block_size: int) -> bool:
         """Fill `shared_prefix_lens`: the first `count` rows from the block table, the others 0. Returns whether anything changed."""
         full = ((self.context_lens[:count] - 1) // block_size).tolist()  # a draft's row is not all in common with the row before it
@@ -347,6 +360,7 @@ def _array_sizes(shape: Shape, M: int, all_rows: bool) -> dict[str, int]:
         "chunks": 2,
         "sample_count": 1,
         "block_tables": B * M,
+        **({"adapters": T} if shape.adapters else {}),
     }
 
 

@@ -47,6 +47,7 @@ from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout, formats_in
 from tinyvllm.quant.layouts import BLOCK
 from tinyvllm.quant.random_rows import packable_width
+from tinyvllm.runner.adapters import AdapterPool
 from tinyvllm.runner.ahead import StepOutlines
 from tinyvllm.runner.kept import keep_needs, kept_needs, kept_steps
 from tinyvllm.runner.kv import KVPool
@@ -97,6 +98,7 @@ class Runner:
         self.weight_formats, self.weight_layout, self.weight_identity = loader.formats, plan.layout, plan.identity
         size = pool_size(config, opened, drafter)
         self.pool, self.max_model_len = KVPool(self.config, size.num_blocks, config.block_size, opened.block, device), size.max_model_len
+        self.adapters = AdapterPool(config, opened, device) if config.enable_lora else None
         self.max_num_seqs = config.max_num_seqs
         # a pool too small for the model's context shortens sequences, but must not change what the positions mean
         constants = self.model.constants(self.max_model_len, config.max_model_len or self.config.max_context)

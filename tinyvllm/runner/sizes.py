@@ -8,7 +8,8 @@ from tinyvllm.config import EngineConfig
 from tinyvllm.errors import ArgumentError
 from tinyvllm.integers import ceil_div
 from tinyvllm.models.config import ModelConfig
-from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory, check_room, pool_blocks
+from tinyvllm.runner.adapters import adapter_bytes
+from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory, check_room, free_memory, pool_blocks
 from tinyvllm.runner.opened import OpenedModel
 
 # If no length is given. Scores of a chunk are laid out for the longest context: 32 heads by 512 queries by 131072 keys are 8 GiB.
@@ -38,6 +39,8 @@ def pool_size(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory 
     Without a length in `config` the longest sequence is limited by the pool. Errors of `pool_blocks` and `check_room`.
     """
     device, size, one = opened.plan.placement.device, config.block_size, opened.block_bytes
+    if adapters := adapter_bytes(config, opened):
+        free = (free_memory(device) if free is None else free) - adapters
     longest, blocks = wanted_context(config, opened.config), config.num_blocks
     if blocks is None:
         blocks = pool_blocks(
@@ -50,15 +53,15 @@ def pool_size(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory 
 def scratch_bytes(config: EngineConfig, opened: OpenedModel, max_model_len: int) -> int:
     """Bytes of what steps read and write next to weights and KV pool, all in float32.
 
-    The tables of positions, exactly, and the results of the largest step: those of one layer, which the next layer uses again, and the
-    logits.
+    The tables of positions and the room for adapters, exactly, and the results of the largest step: those of one layer, which the next
+    layer uses again, and the logits.
     """
     c = opened.config
     constants = opened.model.constants(max_model_len, config.max_model_len or c.max_context)
     heads = (2 * c.n_heads + 2 * c.n_kv_heads) * c.head_dim
     row = 2 * c.dim + heads + 2 * c.hidden_dim
     results = 4 * (config.max_num_batched_tokens * row + config.max_num_seqs * c.vocab_size)
-    return int(sum(array.nbytes for array in constants.values())) + results
+    return int(sum(array.nbytes for array in constants.values())) + adapter_bytes(config, opened) + results
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ class SequencePrefixes:
         if self._cache is not None and full > sequence.num_published:
             hashes, tokens_of, options = self._hashes(sequence, full), sequence.token_ids, sequence.options
             table, start = sequence.block_table, sequence.num_published
-            self._cache.publish(hashes, table, start, full, tokens_of, options.cache_salt, options.owner)
+            name = None if options.adapter is None else options.adapter.name
+            self._cache.publish(hashes, table, start, full, tokens_of, options.prefix_salt, options.owner, name)
             self.inflight.published(sequence, sequence.num_published, full)
         sequence.num_published = max(full, sequence.num_published)
 
@@ -50,5 +51,5 @@ class SequencePrefixes:
     def _hashes(self, sequence: Sequence, blocks: int) -> list[bytes]:
         assert self._cache is not None
         if len(sequence.block_hashes) < blocks:
-            self._cache.extend(sequence.block_hashes, sequence.token_ids, blocks, sequence.options.cache_salt)
+            self._cache.extend(sequence.block_hashes, sequence.token_ids, blocks, sequence.options.prefix_salt)
         return sequence.block_hashes[:blocks]

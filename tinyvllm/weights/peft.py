@@ -1,0 +1,212 @@
+"""Low-rank adapters as PEFT writes them: a folder with adapter_config.json and adapter_model.safetensors.
+
+The names and their meaning are those of PEFT's LoraConfig. What changes the computation and is not computed here is refused by its name, as
+is a key that this reader does not know. Shapes come from the header; numbers are read once a model has checked them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinyvllm.errors import FormatError, ModelError
+from tinyvllm.foreign import Fields, quoted
+from tinyvllm.quant.codecs import unpack
+from tinyvllm.weights.mapping import TensorRecord, require_whole
+from tinyvllm.weights.safetensors import read_json_object, read_safetensors
+
+CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+MAX_RANK = 64
+_SPEAKER = "adapter"
+_FLOATS = ("F32", "F16", "BF16")
+# PEFT's prefix, that of models with more than text, the layer, the module in it, the matrix, and the name of the adapter
+_NAME = re.compile(
+    r"base_model\.model\.(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d{1,5})\.([\w.]{1,100})\.lora_([AB])\.(?:default\.)?weight",
+    re.ASCII,
+)
+_LITERAL = re.compile(r"\^?[\w.]+\$?", re.ASCII)
+
+# Keys that say how an adapter was trained, or whose tensors say the same.
+_TRAINING = frozenset(
+    ("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "loftq_config",
+     "eva_config", "megatron_core", "megatron_config", "runtime_config", "qalora_group_size", "layers_pattern", "exclude_modules",
+     "ensure_weight_tying"),
+)  # fmt: skip
+_READ = frozenset(
+    ("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights",
+     "layers_to_transform"),
+)  # fmt: skip
+_OWN_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to begin that also change the base model's weights
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """What an adapter adds to one module: scale * x a^T b^T, with a [rank, I] and b [O, rank] in the file."""
+
+    module: str
+    scale: float
+    a: TensorRecord
+    b: TensorRecord
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """a and scale * b, float32. FormatError for numbers that are not finite, or a file that was truncated since."""
+        a, b = (_numbers(record) for record in (self.a, self.b))
+        return a, b * np.float32(self.scale)
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterFiles:
+    """An adapter whose description and header were read. `modules` has names such as model.layers.3.self_attn.q_proj."""
+
+    folder: Path
+    modules: Mapping[str, LowRank]
+
+    @property
+    def rank(self) -> int:
+        """The largest of its modules."""
+        return max(module.rank for module in self.modules.values())
+
+
+def read_adapter(folder: Path) -> AdapterFiles:
+    """Description and header of an adapter. ModelError or FormatError for what is missing, damaged, or not supported."""
+    if not folder.is_dir():
+        raise ModelError(f"{_SPEAKER}: {folder} is not a folder; expected one with {CONFIG_NAME} and {WEIGHTS_NAME}")
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        if not (folder / name).is_file():
+            there = next((other for other in ("adapter_model.bin", "adapter_model.pt") if (folder / other).is_file()), None)
+            hint = f"; {there} may run code when it is read: save the adapter as safetensors" if there and name == WEIGHTS_NAME else ""
+            raise ModelError(f"{_SPEAKER}: {folder} has no {name}{hint}")
+    settings = _Settings(read_json_object(folder / CONFIG_NAME, _SPEAKER))
+    return AdapterFiles(folder, _modules(settings, read_safetensors(folder / WEIGHTS_NAME)))
+
+
+class _Settings:
+    """adapter_config.json, checked."""
+
+    def __init__(self, values: dict[str, Any]):
+        self._fields = fields = Fields(values, where=CONFIG_NAME)
+        _refuse_unsupported(values)
+        self._rank = fields.integer("r", 8, low=1)
+        self._alpha = fields.number("lora_alpha", 8.0)
+        self._rooted = fields.boolean("use_rslora")
+        self._ranks = {key: self._number(name, key, value) for name, key, value in self._patterns("rank_pattern")}
+        self._alphas = {key: self._number(name, key, value) for name, key, value in self._patterns("alpha_pattern")}
+        self._targets = _targets(fields.get("target_modules"))
+        layers = fields.get("layers_to_transform")
+        self._layers = None if layers in (None, []) else [layers] if type(layers) is int else fields.integers("layers_to_transform")
+
+    def _patterns(self, name: str) -> list[tuple[str, str, Any]]:
+        pattern = self._fields.get(name, {})
+        if not isinstance(pattern, dict):
+            raise ModelError(f"{CONFIG_NAME}: {name} must be an object, got {quoted(pattern)}")
+        for key in pattern:
+            if not _LITERAL.fullmatch(key):
+                raise ModelError(f"{CONFIG_NAME}: {name} has the regular expression {quoted(key)}; only names of modules are supported")
+        return [(name, key.strip("^$"), value) for key, value in pattern.items()]
+
+    @staticmethod
+    def _number(name: str, key: str, value: Any) -> float:
+        return Fields({key: value}, where=f"{CONFIG_NAME}: {name}").number(key)
+
+    def check_target(self, module: str, layer: int) -> None:
+        """ModelError for tensors of a module that the description does not name: PEFT would leave them out."""
+        if self._targets is not None and not any(_names(target, module) for target in self._targets):
+            raise ModelError(f"{CONFIG_NAME}: target_modules does not name {quoted(module)}, for which the file has tensors")
+        if self._layers is not None and layer not in self._layers:
+            raise ModelError(f"{CONFIG_NAME}: layers_to_transform does not have layer {layer}, for which the file has tensors")
+
+    def rank(self, module: str) -> float:
+        return next((rank for key, rank in self._ranks.items() if _names(key, module)), float(self._rank))
+
+    def scale(self, module: str, rank: int) -> float:
+        alpha = next((alpha for key, alpha in self._alphas.items() if _names(key, module)), self._alpha)
+        return alpha / math.sqrt(rank) if self._rooted else alpha / rank
+
+
+def _names(key: str, module: str) -> bool:
+    """Whether a module is the one of this name, or ends with it."""
+    return module == key or module.endswith(f".{key}")
+
+
+def _targets(value: Any) -> list[str] | None:
+    """Names of modules; None where every module may have tensors, or a regular expression decides, which is not evaluated."""
+    if value is None or isinstance(value, str):
+        return None
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ModelError(f"{CONFIG_NAME}: target_modules must be a text or a list of names, got {quoted(value)}")
+    return value
+
+
+def _refuse_unsupported(values: dict[str, Any]) -> None:
+    """ModelError for another kind of adapter, and for settings that change what is computed."""
+    if (kind := values.get("peft_type")) != "LORA":
+        raise ModelError(f"{CONFIG_NAME}: peft_type {quoted(kind)} is not supported; supported is LORA")
+    if (bias := values.get("bias", "none")) != "none":
+        raise ModelError(f"{CONFIG_NAME}: bias {quoted(bias)} is not supported; supported is none")
+    begin = values.get("init_lora_weights")
+    if isinstance(begin, str) and begin.lower().startswith(_OWN_BASE):
+        raise ModelError(
+            f"{CONFIG_NAME}: init_lora_weights {quoted(begin)} also changes the base model; save the adapter with "
+            "path_initial_model_for_weight_conversion, which makes it a plain one"
+        )
+    for key, value in values.items():
+        if key not in _READ | _TRAINING and value not in (None, False, [], {}):
+            raise ModelError(
+                f"{CONFIG_NAME}: {key} {quoted(value)} is not supported; save an adapter without it, or merge it into the model"
+            )
+
+
+def _modules(settings: _Settings, tensors: Mapping[str, TensorRecord]) -> dict[str, LowRank]:
+    found: dict[tuple[int, str], dict[str, TensorRecord]] = {}
+    for name, record in tensors.items():
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ModelError(f"{_SPEAKER}: the tensor {quoted(name)} is not supported; expected lora_A and lora_B of modules of layers")
+        layer, module, matrix = match.groups()
+        pair = found.setdefault((int(layer), module), {})
+        if matrix in pair:
+            raise FormatError(f"{_SPEAKER}: the tensors {quoted(pair[matrix].name)} and {quoted(name)} are of one module")
+        pair[matrix] = record
+    if not found:
+        raise FormatError(f"{_SPEAKER}: {WEIGHTS_NAME} has no tensors")
+    return {f"model.layers.{layer}.{module}": _low_rank(settings, layer, module, pair) for (layer, module), pair in found.items()}
+
+
+def _low_rank(settings: _Settings, layer: int, part: str, pair: Mapping[str, TensorRecord]) -> LowRank:
+    module = f"model.layers.{layer}.{part}"
+    if len(pair) != 2:
+        raise FormatError(f"{_SPEAKER}: {quoted(module)} has lora_{next(iter(pair))} only")
+    settings.check_target(module, layer)
+    a, b = pair["A"], pair["B"]
+    for record in (a, b):
+        if record.format not in _FLOATS or len(record.shape) != 2:
+            raise FormatError(
+                f"{_SPEAKER}: {quoted(record.name)} is {record.format} {list(record.shape)}; expected a matrix in {', '.join(_FLOATS)}"
+            )
+    rank, told = a.shape[0], settings.rank(module)
+    if rank != told or b.shape[1] != rank:
+        raise FormatError(
+            f"{_SPEAKER}: {quoted(module)} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, and its rank is {told:g} by {CONFIG_NAME}"
+        )
+    if rank > MAX_RANK:
+        raise ModelError(f"{_SPEAKER}: {quoted(module)} has rank {rank}; supported are ranks up to {MAX_RANK}")
+    return LowRank(module, settings.scale(module, rank), a, b)
+
+
+def _numbers(record: TensorRecord) -> np.ndarray:
+    require_whole(record.data, f"{_SPEAKER}: tensor {record.name!r}")
+    size = {"F32": 4}.get(record.format, 2)
+    array = unpack(record.format, record.data.reshape(-1, size)).reshape(record.shape)
+    if not np.isfinite(array).all():
+        raise FormatError(f"{_SPEAKER}: {quoted(record.name)} has numbers that are not finite")
+    return np.ascontiguousarray(array, np.float32)
