@@ -100,6 +100,12 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (["--prompt", "x", "--kv-memory", "much"], ["--kv-memory", "'much'"]),
         (["--prompt", "x", "--kv-memory", "1GiB", "--num-blocks", "9"], ["num_blocks", "kv_memory"]),
         (["--prompt", "x", "--block-size", "17"], ["block_size"]),
+        (["--prompt", "x", "--lora", "folder"], ["lora_modules", "NAME=FOLDER", "'folder'"]),
+        (["--prompt", "x", "--lora", "a=.", "--lora-modules", "c=."], ["--lora", "give it once"]),
+        (["--prompt", "x", "--lora", "a=b", "--lora", "a=c"], ["lora_modules", "two adapters of one name"]),
+        (["--prompt", "x", "--lora", "a=/no/such"], ["lora_modules", "'a'", "'/no/such'"]),
+        (["--prompt", "x", "--max-lora-rank", "8"], ["max_lora_rank=8", "enable_lora"]),
+        (["serve", "--lora", "a=b", "--served-model-name", "a"], ["--lora", "'a' is taken by a model"]),
         (["--prompt", "x", "--output", "answers.txt"], ["--output", ".jsonl", "answers.txt"]),
         (["--prompts-file", "/no/such.txt"], ["--prompts-file", "/no/such.txt", "No such file"]),
         (["--prompts-file", "prompts.csv"], ["--prompts-file", ".txt", ".jsonl"]),
@@ -180,6 +186,8 @@ def test_options_of_other_programs_that_mean_the_same() -> None:
     assert engine_options(options) == {"max_model_len": 9, "num_blocks": 7, "tensor_parallel_size": 1} and sampling_options(options) == {
         "n": 2
     }
+    lora = parse(["serve", "--lora-modules", "a=b", "--lora", "c=d", "--enable-lora", "--max-loras", "3"])[1]
+    assert engine_options(lora) == {"lora_modules": ["a=b", "c=d"], "enable_lora": True, "max_loras": 3, "warm_up": True}
     llama = "-m PATH -p --prompt=hi -n 5 -c 64 --temp 0.5 -s 3 -np 2 -fa on -r A -r B -j {}"
     _, options = parse(llama.replace("-p --prompt=hi", "-p hi").split())
     assert options.prompt == ["hi"] and engine_options(options) == {"model": "PATH", "max_model_len": 64, "max_num_seqs": 2}

@@ -289,6 +289,9 @@ def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str
     if "lora_modules" in values:
         modules = values["lora_modules"] = parse_lora_modules(values["lora_modules"])
         values = {"enable_lora": bool(modules), "max_loras": max(1, len(modules)), **values}
+        for name, path in modules:
+            if not expand_home("lora_modules", path).is_dir():
+                raise ArgumentError(f"lora_modules: the adapter {name!r:.60} has no folder at {path!r}")
     if "kv_events_config" in values:
         values["kv_events_config"] = kv_events.parse(values["kv_events_config"])
     values |= {name: _KV_CACHE_ALIASES.get(str(values[name]), values[name]) for name in ("kv_cache_dtype",) if name in values}

@@ -68,7 +68,8 @@ class RequestError(TinyvllmError, ValueError):
 class BusyError(TinyvllmError):
     """A request that the engine does not queue now: the queue is full, or its deadline cannot be met.
 
-    `retry_after` is the predicted wait in seconds; `reason` names the limit: max_num_queued_reqs, max_num_queued_tokens or deadline.
+    `retry_after` is the predicted wait in seconds; `reason` names the limit: max_num_queued_reqs, max_num_queued_tokens,
+    deadline or max_loras.
     """
 
     def __init__(self, message: str, retry_after: float, reason: str):

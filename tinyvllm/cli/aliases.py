@@ -104,7 +104,7 @@ _LLAMA: dict[str, Alias] = {
     "--embeddings": Alias(inert=(True,), why="every model also embeds"),
     "--metrics": Alias(inert=(True,), why="/metrics is always served"),
     "--slots": Alias(nearest=("--max-num-seqs",), why="/status shows the load"),
-    "--lora": Alias(why="adapters are not implemented; merge them into the model"),
+    "--lora-modules": Alias("--lora"),
     "--mmproj": Alias(why="prompts are text only"),
     "-v": Alias(nearest=("--debug",), why="the log has one form"),
     "--verbose": Alias(nearest=("--debug",), why="the log has one form"),

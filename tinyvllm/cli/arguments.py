@@ -11,6 +11,8 @@ from typing import NoReturn
 from tinyvllm.cli.bench_serve_options import BENCH_SERVE_OPTIONS
 from tinyvllm.cli.configuration import Configuration, configure
 from tinyvllm.cli.options import (
+    ADAPTER_ROOM,
+    ADAPTERS,
     ENGINE_OPTIONS,
     LENIENT,
     MODELS,
@@ -138,7 +140,7 @@ def _generate_parser() -> Parser:
         ),
     )
     _add(parser, "output", more)
-    _add(parser, "engine", ENGINE_OPTIONS)
+    _add(parser, "engine", (*ENGINE_OPTIONS, *ADAPTERS))
     return parser
 
 
@@ -151,14 +153,14 @@ def _chat_parser() -> Parser:
     parser.add_argument("--api-key", metavar="KEY", help="API key for that server")
     _add(parser, "sampling (default: the model's own recommendation)", SAMPLING_OPTIONS)
     _add(parser, "structure of the answer (one of them)", STRUCTURE_OPTIONS)
-    _add(parser, "engine", ENGINE_OPTIONS)
+    _add(parser, "engine", (*ENGINE_OPTIONS, *ADAPTERS))
     return parser
 
 
 def _serve_parser() -> Parser:
     parser = _common("serve", "Serve models over HTTP as OpenAI and Anthropic do. SIGTERM lets accepted requests finish.")
     _add(parser, "server", SERVER_OPTIONS)
-    _add(parser, "engine (of every model)", (MODELS, *engine_options_except("--model"), SKIP_TOKENIZER))
+    _add(parser, "engine (of every model)", (MODELS, *engine_options_except("--model"), SKIP_TOKENIZER, *ADAPTERS, *ADAPTER_ROOM))
     parser.set_defaults(warm_up=True)
     return parser
 
@@ -178,7 +180,7 @@ def _batch_parser() -> Parser:
         LENIENT,
     )
     _add(parser, "batch", own)
-    _add(parser, "engine (of every model)", (MODELS, *engine_options_except("--model")))
+    _add(parser, "engine (of every model)", (MODELS, *engine_options_except("--model"), *ADAPTERS, *ADAPTER_ROOM))
     return parser
 
 

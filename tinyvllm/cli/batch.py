@@ -19,7 +19,7 @@ from tinyvllm.cli.batch_file import check_input, custom_id_of, is_failed, read_r
 from tinyvllm.cli.lines import MAX_LINE, SYNC_SECONDS, AnswerFile
 from tinyvllm.cli.options import engine_options
 from tinyvllm.cli.progress import Progress, say
-from tinyvllm.cli.serve import check_profile, model_specs, say_profile
+from tinyvllm.cli.serve import check_adapters, check_profile, model_specs, say_profile
 from tinyvllm.config import EngineConfig, resolve
 from tinyvllm.errors import ArgumentError
 from tinyvllm.server.core.batch_lines import Line, answer_line
@@ -38,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
     """The exit code: 1 if requests failed, in this run or an earlier one; their lines have the reasons."""
     specs = model_specs(getattr(options, "model", None), options.served_model_name, engine_options(options))
     check_profile(specs)
+    check_adapters([*specs], specs)
     for spec in specs.values():
         resolve(**spec)
     if options.concurrency is not None and options.concurrency < 1:

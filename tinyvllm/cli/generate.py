@@ -16,7 +16,7 @@ from tinyvllm.cli.broken import broken_reason
 from tinyvllm.cli.interrupts import deferred_interrupts
 from tinyvllm.cli.jsonl import BadLine, Job, key_of_job
 from tinyvllm.cli.limits import TokenLimit
-from tinyvllm.cli.options import engine_options, sampling_options
+from tinyvllm.cli.options import engine_options, only_adapter, sampling_options
 from tinyvllm.cli.progress import LoadBar, Progress, Tally, closing_line, say
 from tinyvllm.cli.prompts import Prompts
 from tinyvllm.config import resolve
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
 def check_engine_options(options: argparse.Namespace) -> None:
     """Raise the engine's ArgumentErrors without waiting for its import."""
     fields = engine_options(options)
-    resolve(fields.pop("model", None), **fields)
+    only_adapter(resolve(fields.pop("model", None), **fields))
 
 
 def load(options: argparse.Namespace) -> LLM:
@@ -88,11 +88,14 @@ class _Run:
     """All prompts through one engine, a bounded number at a time. A prompt that fails is an error in its place."""
 
     def __init__(self, llm: LLM, prompts: Prompts, answers: Answers, options: argparse.Namespace):
+        from tinyvllm.engine.frontend import with_adapter
+
         self._llm, self._prompts, self._answers, self._quiet = llm, prompts, answers, options.quiet
         self._jobs: dict[int, Job] = {}  # that are in the engine
         self._failures = 0
         self._first_failure: tuple[str, TinyvllmError] | None = None  # its source and its error
         self._limit = TokenLimit(llm.max_model_len)
+        self._options = with_adapter(llm.engine, None, only_adapter(llm.config))
         self._tally = Tally()
         self._steps = llm.engine.stats.num_steps
         quiet = options.quiet or options.output is None or (options.output == "-" and sys.stdout.isatty())  # answers are progress enough
@@ -102,7 +105,7 @@ class _Run:
         """Answer all prompts; the error of the first that failed. Ctrl-C ends the run between two steps, and keeps what is written."""
         from tinyvllm.engine.tools.feed import feed
 
-        results = feed(self._llm.engine, self._requests(), 2 * self._llm.config.max_num_seqs, self._after_step)
+        results = feed(self._llm.engine, self._requests(), 2 * self._llm.config.max_num_seqs, self._after_step, self._options)
         try:
             with contextlib.closing(self._progress), contextlib.closing(results), deferred_interrupts() as self._interrupted:
                 for index, result in results:

@@ -14,10 +14,11 @@ from tinyvllm.config import (
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
     QUANTIZATIONS,
+    EngineConfig,
     parse_size,
 )
 from tinyvllm.errors import ArgumentError
-from tinyvllm.request import STRUCTURES, SamplingParams, StructuredOutputsParams
+from tinyvllm.request import STRUCTURES, LoRARequest, SamplingParams, StructuredOutputsParams
 
 MAX_TOKENS = {"generate": 256, "chat": 1024}  # defaults; less where the context ends earlier
 
@@ -111,6 +112,23 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     ("--load-format", {"metavar": "F", "help": f"{', '.join(LOAD_FORMATS)}; dummy fills the model with random weights"}),
 )
 
+ADAPTERS: tuple[Option, ...] = (
+    (
+        "--lora",
+        {
+            "action": "append",
+            "metavar": "NAME=FOLDER",
+            "dest": "lora_modules",
+            "help": "load an adapter of PEFT's layout; serve: a model of that name, may be repeated",
+        },
+    ),
+    ("--max-lora-rank", {"type": int, "metavar": "N", "help": "largest rank of an adapter, up to 64; default 16"}),
+)
+ADAPTER_ROOM: tuple[Option, ...] = (
+    ("--enable-lora", {"action": "store_true", "help": "leave room for adapters that are loaded later"}),
+    ("--max-loras", {"type": int, "metavar": "N", "help": "adapters that are loaded at the same time; default: those of --lora, or 1"}),
+)
+
 OBSERVING = ("--record", "--profile", "--energy")  # what watches requests of a user: commands that run their own do without
 
 MODELS: Option = (
@@ -166,6 +184,7 @@ SERVER_OPTIONS: tuple[Option, ...] = (
     ),
     ("--api-key-file", {"metavar": "F", "default": None, "help": "file of keys, one a line, followed by name=... and limits"}),
     ("--store", {"action": argparse.BooleanOptionalAction, "help": "keep answers of /v1/responses, files and batches in memory"}),
+    ("--allow-runtime-lora", {"action": "store_true", "help": "let clients load and unload adapters from folders of this machine"}),
     ("--allow-trace", {"action": "store_true", "help": "answer /debug/trace?steps=N with a trace of the next steps"}),
     ("--share-prefixes", {"action": "store_true", "help": "API keys share cached prefixes; without it each key has its own"}),
     ("--return-tokens-as-token-ids", {"action": "store_true", "help": 'log-probabilities write tokens as "token_id:5"'}),
@@ -222,12 +241,19 @@ STRUCTURE_OPTIONS: tuple[Option, ...] = (
 
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of EngineConfig on the command line, by name."""
-    flags = [flag for flag, _ in (*ENGINE_OPTIONS, SKIP_TOKENIZER)]
-    fields = {name: value for flag in flags if (value := getattr(options, name := _field(flag), None)) is not None}
+    names = [settings.get("dest", _field(flag)) for flag, settings in (*ENGINE_OPTIONS, SKIP_TOKENIZER, *ADAPTERS, *ADAPTER_ROOM)]
+    fields = {name: value for name in names if (value := getattr(options, name, None)) is not None}
     for flag in ("--kv-memory", "--swap-space"):
         if _field(flag) in fields:
             fields[_field(flag)] = parse_size(flag, fields[_field(flag)])
     return fields
+
+
+def only_adapter(config: EngineConfig) -> LoRARequest | None:
+    """The adapter of a command in which one computes all prompts. ArgumentError for several."""
+    if len(config.lora_modules) > 1:
+        raise ArgumentError("--lora: one adapter computes all prompts; give it once, or use serve, where requests name theirs")
+    return LoRARequest(config.lora_modules[0][0]) if config.lora_modules else None
 
 
 def sampling_options(options: argparse.Namespace) -> dict[str, Any]:

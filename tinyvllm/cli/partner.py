@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tinyvllm.cli.broken import broken_reason
 from tinyvllm.cli.interrupts import deferred_interrupts
-from tinyvllm.cli.options import MAX_TOKENS
+from tinyvllm.cli.options import MAX_TOKENS, only_adapter
 from tinyvllm.cli.progress import Tally, closing_line
 from tinyvllm.errors import ModelError, RequestError
 from tinyvllm.request import RequestOutput, SamplingParams
@@ -54,7 +54,7 @@ class Local:
     def __init__(self, llm: LLM, tell: Callable[[str], None] = lambda text: None):
         self.llm = llm
         self.default_params = replace(llm.default_params, max_tokens=MAX_TOKENS["chat"])
-        self._tell = tell
+        self._tell, self._lora = tell, only_adapter(llm.config)
         self._limited: int | None = None  # the value of max_tokens that the user was told is limited
         self._last: RequestOutput | None = None
 
@@ -63,7 +63,7 @@ class Local:
         self._tell_limit(chosen.get("max_tokens"))
         params = replace(params, max_tokens=min(params.max_tokens or room, room))
         shown = 0
-        with deferred_interrupts() as interrupted, contextlib.closing(self.llm.follow(prompt, params)) as outputs:
+        with deferred_interrupts() as interrupted, contextlib.closing(self.llm.follow(prompt, params, lora_request=self._lora)) as outputs:
             for output in outputs:
                 self._last = output
                 text = output.outputs[0].text

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cli.options import engine_options, server_options
 from tinyvllm.cli.values import NamedModel
-from tinyvllm.config import parse_size
+from tinyvllm.config import parse_lora_modules, parse_size
 from tinyvllm.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def run(options: argparse.Namespace) -> int:
     if len(publishing) > 1:
         raise ArgumentError(f"--kv-events-config is for one model: {len(publishing)} would share its endpoint; start a server each")
     check_profile(specs)
+    check_adapters([*specs, *names[1:]], specs)
     budget = None if options.memory_budget is None else parse_size("--memory-budget", options.memory_budget)
     for spec in specs.values():
         _check(spec, options.allow_lossy_speculation)
@@ -72,6 +73,16 @@ def check_profile(specs: Mapping[str, Mapping[str, Any]]) -> None:
     files = [spec["profile"] for spec in specs.values() if "profile" in spec]
     if len(set(files)) < len(files):
         raise ArgumentError(f"--profile is for one model: {len(files)} would share {files[0]}; start a server each, or use /debug/trace")
+
+
+def check_adapters(names: Sequence[str], specs: Mapping[str, Mapping[str, Any]]) -> None:
+    """ArgumentError for an adapter that has the name of a model, or of an adapter of another model: requests name both as `model`."""
+    taken = set(names)
+    for spec in specs.values():
+        for name, _ in parse_lora_modules(spec.get("lora_modules", ())):
+            if name in taken:
+                raise ArgumentError(f"--lora: the name {name!r} is taken by a model, or by an adapter of another model; choose another")
+            taken.add(name)
 
 
 def say_profile(quiet: bool, name: str, llm: AsyncLLM) -> None:

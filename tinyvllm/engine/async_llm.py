@@ -14,19 +14,20 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.config import EngineConfig, resolve
 from tinyvllm.engine.fingerprint import Fingerprint
-from tinyvllm.engine.frontend import prefill_options, start_engine, submit
+from tinyvllm.engine.frontend import prefill_options, start_engine, submit, with_adapter
 from tinyvllm.engine.prompt import Encoded, Message, Prompt, default_sampling_params, encode_piece, encode_prompt, is_conversation, spread
 from tinyvllm.engine.segments import MAX_TRIES, PREFILL_PARAMS, Segment, eviction_error, output_token_ids, raise_if_failed
 from tinyvllm.engine.tools.trace_output import TraceMemory
 from tinyvllm.errors import ArgumentError, TinyvllmError
-from tinyvllm.request import BeamSearchParams, RequestOptions, RequestOutput, SamplingParams
+from tinyvllm.request import BeamSearchParams, LoRARequest, RequestOptions, RequestOutput, SamplingParams
+from tinyvllm.request.adapter import Adapter, check_adapter_name
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,6 +75,7 @@ class AsyncLLM:
         self.max_model_len: int = engine.max_model_len
         self.packed_types: dict[str, list[str]] = engine.runner.packed_types
         self.weight_formats: list[str] = sorted(engine.runner.weight_formats)
+        self._adapters = engine.adapters
         self._fingerprint = Fingerprint(engine)
         self.tokenizer: Tokenizer | None = engine.tokenizer
         self.default_params = default_sampling_params(engine.model_folder)
@@ -86,6 +88,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         options: RequestOptions | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The growing output of one prompt or conversation; the last one is finished. `output_kind` decides what each contains.
 
@@ -95,6 +98,8 @@ class AsyncLLM:
         and the error that ended the engine if it has ended.
         """
         params = spread(sampling_params, self.default_params, 1)[0]
+        if lora_request is not None:
+            options = await self._call(lambda engine: with_adapter(engine, options, lora_request))
         async with contextlib.aclosing(self._outputs(await self.encode(prompt), params, request_id, options)) as outputs:
             async for output in outputs:
                 yield output
@@ -110,6 +115,21 @@ class AsyncLLM:
         """The best continuations of one prompt by beam search, the best first."""
         async with contextlib.aclosing(self._outputs(await self.encode(prompt), params, request_id, options)) as outputs:
             return [output async for output in outputs][-1]
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The adapters that requests may use now, by name; from any thread."""
+        return self._adapters.loaded
+
+    async def load_lora(self, name: str, path: str) -> None:
+        """LLM.load_lora while requests run: the files are read in a thread of their own."""
+        check_adapter_name(name)
+        prepared = await asyncio.to_thread(self._adapters.read, path)
+        await self._call(lambda engine: engine.adapters.load(name, path, prepared))
+
+    async def unload_lora(self, name: str) -> None:
+        """LLM.unload_lora."""
+        await self._call(lambda engine: engine.adapters.unload(name))
 
     async def encode(self, prompt: Prompt | Sequence[Message]) -> Encoded:
         """The token ids of a prompt or conversation, and its text, in a thread: a long one must not stall the other callers."""

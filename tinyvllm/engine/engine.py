@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyvllm.config import EngineConfig, cache_folder
+from tinyvllm.engine.adapters import Adapters
 from tinyvllm.engine.boundary import request_failure
 from tinyvllm.engine.constraints import TokenConstraints
 from tinyvllm.engine.draft_loop import SpeculativeLoop
@@ -99,6 +100,7 @@ class Engine:
         self.sampler = Sampler(runner.config.vocab_size, config.max_num_seqs, config.device, runner.kept_steps)
         self.constraints = TokenConstraints(self.sampler, self.tokenizer, self.eos_ids, self.metrics)
         self.requests = ActiveRequests(scheduler, self.sampler, self.constraints, self.observer, self.eos_ids)
+        self.adapters = Adapters(runner.adapters, self.requests.adapters_in_use)
         self.scoring = PromptScoring(self.requests, config.max_num_batched_tokens)
         self.requests.on_failure = self.scoring.remove
         self.segments = Segments(scheduler, block_bytes, self.observer)
@@ -113,6 +115,8 @@ class Engine:
             drafter = open_any_drafter(config, chosen, runner, self.tokenizer)
             self._kept_costs = KeptCosts(runner, config, chosen.method)
             self.speculate(drafter, open_controller(chosen, drafter, self._kept_costs.costs), open_policy(chosen))
+        for name, path in config.lora_modules:
+            self.adapters.load(name, path)
         self.recovery = StepRecovery(self.stages, lambda: self.loop)
         self._run_ahead = run_ahead
         self._warmup = new_warmup(runner, self.sampler, config, run_ahead, self.speculation)
@@ -165,6 +169,7 @@ class Engine:
         Any other exception on the way becomes an InternalError or OutOfMemoryError: admission is inside the request's boundary.
         """
         self.check_open()
+        self.adapters.check(options.adapter if options else None)
         if request_id in self.requests:
             raise RequestError(f"request {request_id}: a request with this id is running; choose another id")
         request: ActiveRequest | None = None
@@ -191,7 +196,7 @@ class Engine:
             raise
         self.observer.request_added(request)
         if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
-            self.scoring.add(request.request_id, token_ids, params.prompt_logprobs)
+            self.scoring.add(request.request_id, token_ids, params.prompt_logprobs, request.options)
 
     def abort(self, request_id: str) -> None:
         """End a request; its last output, with finish_reason "abort", comes with the next step. Unknown ids have finished: ignored."""
@@ -283,6 +288,7 @@ class Engine:
         self._closed = True
         self.runner.drop_untimed_kernels()
         self.constraints.close()
+        self.adapters.close()
         self.observer.engine_closed()
         self.trace = None
         self.requests.on_release = lambda sequence: None  # it was the drafter's, which holds the model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tinyvllm.config import EngineConfig
@@ -10,7 +11,8 @@ from tinyvllm.engine.observer import EngineObserver
 from tinyvllm.engine.prompt import Encoded
 from tinyvllm.engine.segments import Segment
 from tinyvllm.engine.startup import DEVICE_LOCK, Progress
-from tinyvllm.request import BeamSearchParams, RequestOptions, SamplingParams
+from tinyvllm.errors import ArgumentError
+from tinyvllm.request import BeamSearchParams, LoRARequest, RequestOptions, SamplingParams
 
 if TYPE_CHECKING:
     from tinyvllm.engine.energy import EngineEnergy
@@ -91,8 +93,17 @@ def submit(
     engine: Engine, request_id: str, encoded: Encoded, params: SamplingParams | BeamSearchParams, options: RequestOptions | None
 ) -> None:
     """Queue an encoded prompt; the errors of Engine.add, and ArgumentError for segments that the request may not use."""
+    if encoded.segments and options is not None and options.adapter is not None:
+        raise ArgumentError(f"segments are computed without an adapter: leave out the segments, or the adapter {options.adapter.name!r}")
     engine.segments.check_use(encoded.segments, options)
     engine.add(request_id, encoded.token_ids, params, encoded.text, options)
+
+
+def with_adapter(engine: Engine, options: RequestOptions | None, lora: LoRARequest | None) -> RequestOptions | None:
+    """The options of a request that wants an adapter, which is loaded if it was not. Errors of Adapters.use."""
+    if lora is None:
+        return options
+    return replace(options or RequestOptions(), adapter=engine.adapters.use(lora))
 
 
 def prefill_options(segment: Segment, options: RequestOptions | None = None) -> RequestOptions:

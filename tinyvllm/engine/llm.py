@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from tinyvllm.config import EngineConfig, parse_size, resolve
-from tinyvllm.engine.frontend import plan_engine, prefill_options, start_engine, submit
+from tinyvllm.engine.frontend import plan_engine, prefill_options, start_engine, submit, with_adapter
 from tinyvllm.engine.prompt import (
     Encoded,
     Message,
@@ -28,8 +28,8 @@ from tinyvllm.engine.prompt import (
     spread,
 )
 from tinyvllm.engine.segments import MAX_TRIES, PREFILL_PARAMS, Segment, eviction_error, output_token_ids, raise_if_failed
-from tinyvllm.errors import ArgumentError, BusyError, RequestError
-from tinyvllm.request import BeamSearchParams, RequestOptions, RequestOutput, SamplingParams
+from tinyvllm.errors import ArgumentError, BusyError, FormatError, ModelError, RequestError
+from tinyvllm.request import BeamSearchParams, LoRARequest, RequestOptions, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from tinyvllm.engine.tools.plan import Plan
@@ -100,8 +100,10 @@ class LLM:
         use_tqdm: bool = False,
         *,
         options: RequestOptions | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """The finished outputs of all prompts, in their order, run together, with `options` (priority, deadlines, ...) for all of them.
+        `lora_request` is the adapter of all prompts, or a list of those of each (docs/lora.md).
 
         A prompt is a text, {"prompt_token_ids": ids}, {"messages": conversation} or {"segments": segments, "prompt": text}. If one of them
         cannot be served nothing runs: RequestError (or ArgumentError, TokenizerError) for a single prompt; for several PromptError, which
@@ -109,12 +111,31 @@ class LLM:
         """
         items: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else _listed("prompts", prompts)  # type: ignore[list-item]
         each = spread(sampling_params, self.default_params, len(items))
-        return self._complete(encode_all(self.engine.tokenizer, items), each, use_tqdm, options)
+        return self._complete(encode_all(self.engine.tokenizer, items), each, use_tqdm, options, lora_request)
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False) -> list[RequestOutput]:
+    def load_lora(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Load an adapter, which requests then name: `LoRARequest(name)`.
+
+        ArgumentError without `enable_lora`, for a name that is loaded, and where there is no room; BusyError while requests use what was
+        unloaded; ModelError or FormatError for files that are damaged or do not fit the model.
+        """
+        self.engine.adapters.load(name, os.fspath(path))
+
+    def unload_lora(self, name: str) -> None:
+        """Unload an adapter; requests that use it run to their end. ArgumentError if there is none of this name."""
+        self.engine.adapters.unload(name)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[RequestOutput]:
         """The best continuations of each prompt by beam search, the best first; `cumulative_logprob` sums their log-probabilities."""
         items: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else _listed("prompts", prompts)  # type: ignore[list-item]
-        return self._complete(encode_all(self.engine.tokenizer, items), [params] * len(items), use_tqdm, None)
+        return self._complete(encode_all(self.engine.tokenizer, items), [params] * len(items), use_tqdm, None, lora_request)
 
     def chat(
         self,
@@ -125,6 +146,7 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **chat_template_kwargs: Any,
     ) -> list[RequestOutput]:
         """`generate` for one conversation or a list of them, rendered by the model's chat template."""
@@ -136,23 +158,37 @@ class LLM:
             "chat_template_kwargs": chat_template_kwargs,
         }
         prompts = [{"messages": conversation, **options} for conversation in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
-    def follow(self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None) -> Outputs:
+    def follow(
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> Outputs:
         """The growing output of one prompt or conversation: each item is the cumulative output so far, the last one is finished.
 
         The request starts with the first `next`. Closing the iterator early aborts it.
         """
         item: Prompt = {"messages": prompt} if is_conversation(prompt) else prompt  # type: ignore[assignment]
         params = [replace(one, output_kind="cumulative") for one in spread(sampling_params, self.default_params, 1)]
-        return self._follow(encode_all(self.engine.tokenizer, [item]), params)
+        return self._follow(encode_all(self.engine.tokenizer, [item]), params, lora_request)
 
-    def stream(self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None) -> Iterator[StreamDelta]:
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> Iterator[StreamDelta]:
         """The answer to one prompt or conversation as deltas; closing the iterator early aborts the request.
 
         The text of a delta may be empty: half of a character, or a possible beginning of a stop string, is held back.
         """
-        outputs = self.follow(prompt, sampling_params)  # invalid prompts and parameters are refused here, not at the first `next`
+        outputs = self.follow(
+            prompt, sampling_params, lora_request=lora_request
+        )  # invalid prompts and parameters are refused here, not at the first `next`
         return _deltas(outputs)
 
     def segment(self, piece: str | Sequence[int], after: Segment | None = None, *, cache_salt: str | None = None) -> Segment:
@@ -213,11 +249,16 @@ class LLM:
         self.close()
 
     def _complete(
-        self, encoded: list[Encoded], params: Sequence[SamplingParams | BeamSearchParams], use_tqdm: bool, options: RequestOptions | None
+        self,
+        encoded: list[Encoded],
+        params: Sequence[SamplingParams | BeamSearchParams],
+        use_tqdm: bool,
+        options: RequestOptions | None,
+        lora: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         # only final outputs are read, so the engine builds no others
         final = [replace(one, output_kind="final_only") if isinstance(one, SamplingParams) else one for one in params]
-        ids = self._add(encoded, final, options)
+        ids = self._add(encoded, final, options, lora)
         try:
             with _bar(len(ids), use_tqdm) as advance:
                 running = set(ids)
@@ -229,8 +270,8 @@ class LLM:
         finally:
             self._forget(ids)
 
-    def _follow(self, encoded: list[Encoded], params: list[SamplingParams]) -> Outputs:
-        ids = self._add(encoded, params)
+    def _follow(self, encoded: list[Encoded], params: list[SamplingParams], lora: LoRARequest | None) -> Outputs:
+        ids = self._add(encoded, params, None, lora)
         seen: RequestOutput | None = None
         try:
             while seen is None or not seen.finished:
@@ -244,15 +285,20 @@ class LLM:
             self._forget(ids)
 
     def _add(
-        self, encoded: list[Encoded], params: Sequence[SamplingParams | BeamSearchParams], options: RequestOptions | None = None
+        self,
+        encoded: list[Encoded],
+        params: Sequence[SamplingParams | BeamSearchParams],
+        options: RequestOptions | None,
+        lora: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[str]:
         """Queue all requests, or none of them."""
         ids: list[str] = []
-        for index, (prompt, one) in enumerate(zip(encoded, params, strict=True)):
+        adapters = _adapters_of(lora, len(encoded))
+        for index, (prompt, one, adapter) in enumerate(zip(encoded, params, adapters, strict=True)):
             request_id = f"llm-{next(self._ids)}"
             try:
-                submit(self.engine, request_id, prompt, one, options)
-            except (RequestError, ArgumentError, BusyError) as error:
+                submit(self.engine, request_id, prompt, one, with_adapter(self.engine, options, adapter))
+            except (RequestError, ArgumentError, BusyError, ModelError, FormatError) as error:
                 self._forget(ids)
                 if len(encoded) == 1:
                     raise
@@ -284,6 +330,16 @@ def _unless_all_failed(outputs: list[RequestOutput]) -> list[RequestOutput]:
     if failures and len(failures) == len(outputs):
         raise failures[0]
     return outputs
+
+
+def _adapters_of(lora: LoRARequest | Sequence[LoRARequest | None] | None, count: int) -> list[LoRARequest | None]:
+    """The adapter of each prompt."""
+    if lora is None or isinstance(lora, LoRARequest):
+        return [lora] * count
+    each = _listed("lora_request", lora)
+    if len(each) != count or not all(one is None or isinstance(one, LoRARequest) for one in each):
+        raise ArgumentError(f"lora_request must be a LoRARequest, or a list of one or None for each of {count} prompts, got {each!r:.80}")
+    return each
 
 
 def _listed(name: str, values: object) -> list[Any]:

@@ -55,6 +55,10 @@ class ActiveRequests:
         """Whether `take_outputs` may have something."""
         return bool(self._changed or self._failed)
 
+    def adapters_in_use(self) -> set[int]:
+        """The numbers of the adapters of the sequences that have not ended."""
+        return {sequence.adapter for sequence in self._live.values()}
+
     def constrain(self, request: ActiveRequest) -> None:
         """Compile the constraints of a new request and append the tokens that they force at its beginning.
 

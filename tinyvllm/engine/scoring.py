@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from tinyvllm.engine.requests import ActiveRequests
-from tinyvllm.request import Logprob, SamplingParams, Sequence
+from tinyvllm.request import Logprob, RequestOptions, SamplingParams, Sequence
 from tinyvllm.sampling.logprobs import logprobs_of
 from tinyvllm.scheduler import Scheduled, Scheduler
 
@@ -24,12 +24,12 @@ class PromptScore:
     `logprobs` gets a dict for each token, None for the first, which follows nothing.
     """
 
-    def __init__(self, request_id: str, prompt_token_ids: list[int], num_top: int):
+    def __init__(self, request_id: str, prompt_token_ids: list[int], num_top: int, options: RequestOptions):
         self.request_id = request_id
         self.logprobs: list[dict[int, Logprob] | None] = [None]
         self._num_top = num_top
         self._borrows = False  # it has blocks, or waits for them
-        self._sequence = Sequence(-1, request_id, prompt_token_ids, SamplingParams())
+        self._sequence = Sequence(-1, request_id, prompt_token_ids, SamplingParams(), options=options)
 
     def __len__(self) -> int:
         return len(self._sequence.prompt_token_ids)
@@ -78,9 +78,9 @@ class PromptScoring:
         """The requests that wait for scores."""
         return self._waiting.keys()
 
-    def add(self, request_id: str, prompt_token_ids: list[int], num_top: int) -> None:
+    def add(self, request_id: str, prompt_token_ids: list[int], num_top: int, options: RequestOptions) -> None:
         """Score a prompt, with the `num_top` most probable tokens at each position."""
-        self._waiting[request_id] = PromptScore(request_id, prompt_token_ids, num_top)
+        self._waiting[request_id] = PromptScore(request_id, prompt_token_ids, num_top, options)
 
     def step(self, compute: Callable[[Scheduled], np.ndarray]) -> None:
         """Compute a piece of the first prompt; hand its scores to the request when all are there.

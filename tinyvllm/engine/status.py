@@ -38,7 +38,7 @@ def explain_prefix(prefix: PrefixCache | None, tokenizer: Tokenizer | None, prom
     def shown(token_ids: list[int]) -> str:
         return repr(tokenizer.decode(token_ids, skip_special_tokens=False) if tokenizer else token_ids)
 
-    found = prefix.explain(prompt_token_ids, options.cache_salt, options.owner)
+    found = prefix.explain(prompt_token_ids, options.prefix_salt, options.owner)
     num_blocks = len(prompt_token_ids) // prefix.pool.block_size
     text = f"{found.hit_blocks} of {num_blocks} blocks hit, {found.evicted_blocks} were evicted"
     if found.first_difference is None:

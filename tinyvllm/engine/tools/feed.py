@@ -8,7 +8,7 @@ from tinyvllm.engine.engine import Engine
 from tinyvllm.engine.frontend import submit
 from tinyvllm.engine.prompt import Encoded
 from tinyvllm.errors import BusyError, TinyvllmError
-from tinyvllm.request import RequestOutput, SamplingParams
+from tinyvllm.request import RequestOptions, RequestOutput, SamplingParams
 
 Result = RequestOutput | TinyvllmError
 
@@ -18,10 +18,12 @@ def feed(
     prompts: Iterable[tuple[int, Encoded, SamplingParams]],
     window: int,
     after_step: Callable[[], None] = lambda: None,
+    options: RequestOptions | None = None,
 ) -> Generator[tuple[int, Result], None, None]:
     """(number, output) of every prompt as the engine computes it, finished or growing as its parameters say; or the error of its refusal.
 
     At most `window` prompts are in the engine at a time, and `prompts` is read as room becomes free. `after_step` may raise, to end it.
+    `options` are those of all of them.
     Prompts that run when the iterator is closed are aborted.
     """
     waiting, running = iter(prompts), dict[str, int]()
@@ -32,7 +34,7 @@ def feed(
                 number, encoded, params = pending
                 request_id = f"feed-{number}"
                 try:
-                    submit(engine, request_id, encoded, params, None)
+                    submit(engine, request_id, encoded, params, options)
                 except BusyError as error:
                     if running:
                         break  # the queue is full: try again after a step

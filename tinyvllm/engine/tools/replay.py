@@ -22,7 +22,8 @@ from tinyvllm.engine.tools.comparison import Outcome, compare
 from tinyvllm.engine.tools.record import SWITCHES, Event, Recorder
 from tinyvllm.engine.tools.recording import Run
 from tinyvllm.errors import ArgumentError, RequestError, nearest
-from tinyvllm.request import BeamSearchParams, RequestOptions, SamplingParams, Sequence, StructuredOutputsParams
+from tinyvllm.request import BeamSearchParams, LoRARequest, RequestOptions, SamplingParams, Sequence, StructuredOutputsParams
+from tinyvllm.request.adapter import Adapter
 from tinyvllm.scheduler import Rates
 from tinyvllm.speculate.controller import FixedController
 from tinyvllm.speculate.protocol import Draft, DraftRequest
@@ -246,10 +247,19 @@ class _Arrivals:
         options = dict(event["options"])
         if self._tokens_only:
             options = {name: value for name, value in options.items() if "deadline" not in name}
+        if "adapter" in options:
+            options["adapter"] = self._adapter(options["adapter"])
         try:
             self.engine.add(event["add"], list(event["prompt"]), _params(event), None, RequestOptions(**options))
         except RequestError as error:
             raise ArgumentError(f"replay: the recorded {error}") from error
+
+    def _adapter(self, recorded: Event) -> Adapter:
+        """The recorded adapter, loaded from where it was. ArgumentError if its content has changed."""
+        adapter = self.engine.adapters.use(LoRARequest(recorded["name"], lora_path=recorded["path"]))
+        if adapter.digest != recorded["digest"]:
+            raise ArgumentError(f"replay: the adapter at {recorded['path']!r} has changed since the recording")
+        return adapter
 
     def _hold(self, event: Event) -> None:
         """One try, as in the recording. With other limits its result may differ; then there is a remark, and the run continues."""

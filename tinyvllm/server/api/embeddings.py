@@ -23,6 +23,7 @@ _MIN_LENGTH = 1e-12  # of a vector that is divided by its length
 
 async def answer(context: RequestContext, body: EmbeddingRequest, writer: ResponseWriter) -> None:
     """Embed one or several texts."""
+    context.service.models.refuse_adapter(body.model, "embeddings are computed")
     async with context.service.models.use(body.model) as (model, llm):
         ids = [prompt.token_ids for prompt in await _encode_input(context, body, llm)]
         context.reserve(sum(map(len, ids)), 0)

@@ -87,7 +87,7 @@ class NativeCompletionRequest(LlamacppFields, SamplingFields):
     n_indent: int | None = refused(_NO_FIM, example=2, harmless=(0,))
     t_max_predict_ms: int | None = refused("send deadline_ms", example=10, harmless=(0,))
     n_cache_reuse: int | None = unheeded(says="0: the prefix cache matches from the first token", heeded=(0,), example=256)
-    lora: Any = refused("LoRA adapters are not implemented", example=[{"id": 0, "scale": 1.0}], harmless=([],))
+    lora: Any = refused("an adapter is chosen by `model`, its name", example=[{"id": 0, "scale": 1.0}], harmless=([],))
     image_data: Any = refused("the model reads and writes text only", example=[{"id": 1, "data": "AAAA"}], harmless=([],))
 
 

@@ -41,27 +41,30 @@ async def version(request: Request) -> Response:
 
 async def models(request: Request) -> Response:
     """The model list, for OpenAI's and Anthropic's clients."""
-    entries = [_model(_service(request), name) for name in _service(request).models.names]
+    models = _service(request).models
+    entries = [_model(_service(request), name) for name in (*models.names, *models.adapters)]
     pages = {"has_more": False, "first_id": entries[0]["id"], "last_id": entries[-1]["id"]}
     return json_response({"object": "list", "data": entries, **pages})
 
 
 async def model(request: Request) -> Response:
     name = request.path_params["name"]
-    if name not in _service(request).models.names:
+    models = _service(request).models
+    if name not in models.names and name not in models.adapters:
         raise Failure(404, f"there is no model {name!r:.200}", param="model", code="model_not_found")
     return json_response(_model(_service(request), name))
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
-    llm = service.models.loaded().get(name)
+    parent = service.models.adapters.get(name)
+    llm = service.models.loaded().get(parent or name)
     return {
         "id": name,
         "object": "model",
         "created": service.started,
         "owned_by": "tinyvllm",
-        "root": service.models.path(name),
-        "parent": None,
+        "root": service.models.path(parent or name),
+        "parent": parent,
         "max_model_len": None if llm is None else llm.max_model_len,
         "loaded": llm is not None,
         "type": "model",

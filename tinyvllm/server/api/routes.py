@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinyvllm.server.api import (
+    adapters,
     anthropic,
     batches,
     chat,
@@ -52,6 +53,8 @@ ENDPOINTS = (
     Endpoint("/v1/messages", MessagesRequest, anthropic.answer, "Continue a conversation, in Anthropic's form"),
     Endpoint("/v1/messages/count_tokens", CountRequest, anthropic.count_tokens, "Count the tokens of a conversation"),
     Endpoint("/v1/segments", segments.SegmentRequest, segments.register, "Compute a piece of context once and keep it"),
+    Endpoint("/v1/load_lora_adapter", adapters.LoadAdapterRequest, adapters.load, "Load an adapter, in vLLM's form"),
+    Endpoint("/v1/unload_lora_adapter", adapters.UnloadAdapterRequest, adapters.unload, "Unload an adapter, in vLLM's form"),
     Endpoint("/v1/embeddings", EmbeddingRequest, embeddings.answer, "Embed texts"),
     Endpoint("/v1/batches", batches.BatchRequest, batches.create, "Answer a file of requests in the background"),
     Endpoint("/generate", GenerateRequest, utility.generate, "Continue one prompt, with the fields of SamplingParams"),

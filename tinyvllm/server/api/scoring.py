@@ -136,6 +136,8 @@ def _counts(usage: TokenUsage) -> dict[str, int]:
 async def _scores(context: RequestContext, body: _Scoring, pairs: list[tuple[str, str]]) -> tuple[str, list[float], TokenUsage]:
     """(model, the score of each (query, document), usage)."""
     usage = TokenUsage()
+    if body.method == "embedding":
+        context.service.models.refuse_adapter(body.model, "embeddings are computed")
     async with context.service.models.use(body.model) as (model, llm):
         by_method = _cosines if body.method == "embedding" else _likelihoods
         scores = await by_method(context, body, llm, pairs, usage)

@@ -56,6 +56,7 @@ class SegmentRequest(Body):
 
 async def register(context: RequestContext, body: SegmentRequest, writer: ResponseWriter) -> None:
     """Compute a segment and keep it."""
+    context.service.models.refuse_adapter(body.model, "segments are computed")
     store = context.service.segments
     async with context.service.models.use(body.model) as (model, llm):
         after = store.use(context.owner, context, [body.after], llm, body.cache_salt, "after")[0] if body.after is not None else None

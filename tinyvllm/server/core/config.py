@@ -19,6 +19,7 @@ class ServerConfig:
     trust_request_chat_template  allow chat templates in requests (they run in a sandbox, but can be made slow)
     chat_template       Jinja source that replaces the models' own templates
     share_prefixes      API keys share cached prefixes, so that one can measure what others have sent; without it each key has its own
+    allow_runtime_lora  load and unload adapters for clients, from folders of this machine that they name
     allow_trace         answer /debug/trace, which shows the sizes and the times of all clients' requests
     store               keep answers of /v1/responses, files and batches in memory for later requests
     return_tokens_as_token_ids  log-probabilities write tokens as "token_id:5" unless the request says otherwise
@@ -42,6 +43,7 @@ class ServerConfig:
     trust_request_chat_template: bool = False
     chat_template: str | None = None
     share_prefixes: bool = False
+    allow_runtime_lora: bool = False
     allow_trace: bool = False
     store: bool = True
     return_tokens_as_token_ids: bool = False

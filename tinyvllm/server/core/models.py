@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from tinyvllm.config import parse_lora_modules
 from tinyvllm.engine.api import AsyncLLM
 from tinyvllm.errors import OutOfMemoryError
-from tinyvllm.server.core.failures import Failure
+from tinyvllm.request import Adapter
+from tinyvllm.server.core.failures import Failure, bad_field
 from tinyvllm.server.core.memory_budget import MemoryBudget
 
 
@@ -60,8 +62,31 @@ class Models:
 
     @property
     def names(self) -> list[str]:
-        """All names and aliases, the default first."""
+        """All names and aliases, the default first; not those of adapters."""
         return list(self._by_name)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The names that requests may use for adapters, each with the model that it belongs to."""
+        return {name: model.name for model in self._models.values() for name in _adapters_of(model) if name not in self._by_name}
+
+    def adapter(self, name: str | None) -> Adapter | None:
+        """The adapter that a request names, whose model is in use; None for the name of a model. Failure 404 if it is gone meanwhile."""
+        if name is None or name in self._by_name:
+            return None
+        for llm in self.loaded().values():
+            if name in llm.adapters:
+                return llm.adapters[name]
+        raise self._unknown(name)
+
+    def _unknown(self, name: str | None) -> Failure:
+        text = f"there is no model {name!r:.200}; available: {', '.join([*self._by_name, *self.adapters])}"
+        return Failure(404, text, param="model", code="model_not_found")
+
+    def refuse_adapter(self, name: str | None, what: str) -> None:
+        """Failure 400 for the name of an adapter where only the model itself computes something."""
+        if name in self.adapters:
+            raise bad_field("model", f"model: {what} without an adapter; send {self.adapters[name]!r} instead of {name!r:.200}")
 
     def path(self, name: str) -> str:
         """The last part of a model's path, for the model list; the rest of the path is private to the server."""
@@ -88,17 +113,18 @@ class Models:
 
     @contextlib.asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[tuple[str, AsyncLLM]]:
-        """(name, engine) of a model, which stays loaded inside the block; None is the default model. Failure 404 for an unknown name."""
-        model = next(iter(self._models.values())) if name is None else self._by_name.get(name)
+        """(name, engine) of a model, or of an adapter and the model's engine, which stays loaded inside the block; None is the default
+        model. Failure 404 for an unknown name."""
+        model = next(iter(self._models.values())) if name is None else self._by_name.get(self.adapters.get(name, name))
         if model is None:
-            text = f"there is no model {name!r:.200}; available: {', '.join(self._by_name)}"
-            raise Failure(404, text, param="model", code="model_not_found")
+            raise self._unknown(name)
         model.users += 1
         if model.timer is not None:
             model.timer.cancel()
             model.timer = None
         try:
-            yield model.name, await self._engine(model)
+            llm = await self._engine(model)
+            yield model.name if name is None or name in self._by_name else name, llm
         finally:
             model.users -= 1
             if not model.users:
@@ -177,3 +203,10 @@ class Models:
         if llm is not None:
             await asyncio.to_thread(llm.close)
             self.on_unload(model.name, llm)
+
+
+def _adapters_of(model: Model) -> list[str]:
+    """The names of a model's adapters: those that its engine has, or will begin with."""
+    if model.llm is not None:
+        return list(model.llm.adapters)
+    return [name for name, _ in parse_lora_modules(model.options.get("lora_modules", ()))]

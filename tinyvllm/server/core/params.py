@@ -160,6 +160,7 @@ def request_options(context: RequestContext, body: Any) -> RequestOptions:
         key=context.owner.name,
         anonymous=context.owner.anonymous,
         cache_salt=context.cache_salt(salt),
+        adapter=context.service.models.adapter(getattr(body, "model", None)),
         receipt=bool(getattr(body, "receipt", None)),
         explain=bool(getattr(body, "explain", None)),
         energy=bool(getattr(body, "energy", None)),
