@@ -79,6 +79,7 @@ class EngineConfig:
     prefix_cache_dir        folder that keeps cached blocks across restarts; None keeps nothing
     kv_events_config        where changes of the prefix cache are published (docs/kv-events.md); None publishes none. `resolve` also takes
                             vLLM's dict and JSON text
+    disable_hybrid_kv_cache_manager  keep the blocks that have left the window of every layer (docs/kv-cache.md)
     swap_space              bytes of host memory for the blocks of preempted sequences; 0 recomputes them
     max_num_queued_reqs, max_num_queued_tokens  requests, and tokens of prompts, that may wait; more are refused. None is no limit
     preemption_mode         "recompute" or "swap"; None takes the cheaper one by measured rates
@@ -118,6 +119,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     prefix_cache_dir: str | None = None
     kv_events_config: KVEventsConfig | None = None
+    disable_hybrid_kv_cache_manager: bool = False
     swap_space: int = 0
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
@@ -147,15 +149,7 @@ class EngineConfig:
             _check_integer(name, getattr(self, name), low, high)
         for name in ("model", "served_model_name", "tokenizer", "revision", "imatrix", "prefix_cache_dir", "record", "profile"):
             _check_text(name, getattr(self, name), optional=name != "model")
-        for name in (
-            "skip_tokenizer_init",
-            "enable_prefix_caching",
-            "async_scheduling",
-            "enable_cascade",
-            "warm_up",
-            "energy",
-            "enable_lora",
-        ):
+        for name in _SWITCHES:
             if type(getattr(self, name)) is not bool and not (name == "async_scheduling" and self.async_scheduling is None):
                 raise ArgumentError(f"{name} must be True or False, got {getattr(self, name)!r}")
         _check_choice("dtype", self.dtype, DTYPES)
@@ -241,6 +235,16 @@ def takes_imatrix(quantization: str) -> bool:
     return not mixes.UNWEIGHTED.issuperset(mixes.formats_of(quantization.upper()))
 
 
+_SWITCHES = (
+    "skip_tokenizer_init",
+    "enable_prefix_caching",
+    "disable_hybrid_kv_cache_manager",
+    "async_scheduling",
+    "enable_cascade",
+    "warm_up",
+    "energy",
+    "enable_lora",
+)
 _INTEGERS: tuple[tuple[str, int, int | None], ...] = (
     ("max_model_len", 2, None),
     ("max_num_seqs", 1, 4096),

@@ -60,13 +60,14 @@ class SimulatedEngine:
         rounds: int = 1,
         drafts: int = 0,
         ahead: bool = False,
+        window: int = 0,
         seed: int = 0,
     ) -> None:
         self.now = 1000.0
         self.random = random.Random(seed)
-        limits = SchedulerLimits(rows, max(rows, budget), longest, block_bytes=1000, preemption=preemption)
+        limits = SchedulerLimits(rows, max(rows, budget), longest, block_bytes=1000, preemption=preemption, window=window)
         pool = BlockPool(blocks, size)
-        prefix = PrefixCache(pool, b"key") if caching else None
+        prefix = PrefixCache(pool, b"key", window=window) if caching else None
         host = BlockPool(hosted, size) if hosted else None
         self.scheduler = Scheduler(limits, pool, prefix, host, clock=lambda: self.now)
         self.scheduler.prefixes.inflight.min_blocks = 1  # texts are short here
@@ -102,9 +103,10 @@ class SimulatedEngine:
     def add(self, tokens: int, wanted: int, options: RequestOptions = Plain, width: int = 1, beams: bool = False) -> None:
         """A request of `width` continuations, or a beam search of that width."""
         scheduler, limits, pool = self.scheduler, self.scheduler.limits, self.scheduler.pool
+        room = scheduler.tables.most_blocks(tokens + 1) <= pool.num_blocks
         family = [self.sequence(self.text(tokens), options)]
         family += [self.sequence(family[0].prompt_token_ids, options) for _ in range(0 if beams else width - 1)]
-        fits = 0 < tokens < limits.max_model_len and pool.blocks_for(tokens + 1) <= pool.num_blocks
+        fits = 0 < tokens < limits.max_model_len and room
         waited = len(scheduler.waiting), scheduler.waiting.num_tokens
         try:
             scheduler.add(family[0], family[1:])
@@ -209,9 +211,9 @@ class SimulatedEngine:
             self.check_contents()
 
     def settle(self, plan: Schedule) -> None:
-        pool = self.scheduler.pool
+        pool, tables = self.scheduler.pool, self.scheduler.tables
         for sequence in plan.exhausted:
-            assert sequence.finish_reason == "length" and pool.blocks_for(len(sequence)) > pool.num_blocks, "ended, and it had room"
+            assert sequence.finish_reason == "length" and tables.most_blocks(len(sequence)) > pool.num_blocks, "ended, and it had room"
             if sequence.sequence_id in self.living:
                 self.over(sequence)
         for sequence in plan.expired:
@@ -281,7 +283,8 @@ class SimulatedEngine:
                 assert not pool._cached[slot // pool.block_size], "a block that others can find is written"
                 self.cache[slot] = before[position]
         for entry, before in zip(plan.entries, rows, strict=True):
-            assert [self.cache[self.slot(entry.sequence, position)] for position in range(len(before))] == before
+            first = self.first_seen(entry.start)
+            assert [self.cache[self.slot(entry.sequence, position)] for position in range(first, len(before))] == before[first:]
         if abort_inside is not None:
             self.abort(abort_inside)
         self.scheduler.advance(plan)
@@ -337,9 +340,15 @@ class SimulatedEngine:
                 assert not pool._cached[slot // pool.block_size], "a block that others can find is written"
                 self.cache[slot] = truth[position]
         for entry in plan.entries:
-            end = entry.start + turn + entry.num_tokens
-            held = [self.cache[self.slot(entry.sequence, position)] for position in range(end)]
-            assert held == self.truth[entry.sequence.sequence_id][:end], f"{entry.sequence.sequence_id} reads what is not its own"
+            first, end = self.first_seen(entry.start + turn), entry.start + turn + entry.num_tokens
+            held = [self.cache[self.slot(entry.sequence, position)] for position in range(first, end)]
+            assert held == self.truth[entry.sequence.sequence_id][first:end], f"{entry.sequence.sequence_id} reads what is not its own"
+            self.seen["freed"] += entry.sequence.num_freed > 0
+
+    def first_seen(self, position: int) -> int:
+        """The first token that a query at `position` sees."""
+        window = self.scheduler.limits.window
+        return max(0, position - window + 1) if window else 0
 
     def draw(self, plan: Schedule) -> None:
         for entry in plan.entries:
@@ -448,7 +457,7 @@ class SimulatedEngine:
                 assert all(rank_of(sequence) > rank_of(other) for other in ran)
         spent = plan.num_tokens + len(plan.preempted) + len(plan.exhausted) >= limits.max_batched_tokens
         if not spent:  # no sequence idles without a reason
-            spare = limits.max_batched_tokens - plan.num_tokens
+            spare = limits.max_batched_tokens - plan.num_tokens - len(plan.preempted)  # a decode that was preempted had its token
             for sequence in scheduler.running:
                 if sequence not in chosen and len(sequence) > sequence.num_computed:
                     room = (len(sequence.block_table) + pool.num_free) * pool.block_size - sequence.num_computed
@@ -469,10 +478,10 @@ class SimulatedEngine:
         scheduler, pool = self.scheduler, self.scheduler.pool
         first = scheduler.waiting.first()
         found = scheduler.prefixes.match(first)
-        assert pool.blocks_for(len(first)) - len(found) + 1 + scheduler.borrowed.num_wanted > pool.num_free, (
+        assert scheduler.tables.missing(first, found) + 1 + scheduler.borrowed.num_wanted > pool.num_free, (
             "a row and room, and none is admitted"
         )
-        pool.release(found)
+        scheduler.prefixes.give_back(found)
 
     def check_followers(self) -> None:
         """A deferred sequence waits for a running one before it that has not computed the prefix yet."""
@@ -495,7 +504,8 @@ class SimulatedEngine:
         assert scheduler.waiting.num_tokens == sum(map(len, waiting))
         self.check_followers()
         assert scheduler.running == sorted(scheduler.running, key=rank_of)
-        held = Counter(block for s in scheduler.running for block in s.block_table)
+        held = Counter(block for s in scheduler.running for block in s.block_table[s.num_freed :])
+        self.check_windows()
         held += Counter(scheduler._copies) + Counter((self.loan and self.loan.held) or ())
         assert [pool.reference_count(block) for block in range(pool.num_blocks)] == [held[block] for block in range(pool.num_blocks)]
         assert pool.num_free + len(held) == pool.num_blocks
@@ -512,6 +522,14 @@ class SimulatedEngine:
             assert [scheduler.host.reference_count(b) for b in range(scheduler.host.num_blocks)] == [
                 hosted[b] for b in range(scheduler.host.num_blocks)
             ]
+
+    def check_windows(self) -> None:
+        """No sequence holds more than its window and a step fill, and two blocks; without a window nothing is freed."""
+        scheduler, window, size = self.scheduler, self.scheduler.limits.window, self.scheduler.pool.block_size
+        step = max(scheduler.limits.max_batched_tokens, self.rounds, self.drafts)
+        for sequence in scheduler.running:
+            held = len(sequence.block_table) - sequence.num_freed
+            assert not sequence.num_freed if not window else held <= -(-(window + step) // size) + 2, "blocks that left the window are held"
 
     def late(self, sequence: Sequence) -> bool:
         options, age = sequence.options, (self.now - sequence.arrival) * 1000

@@ -32,7 +32,8 @@ class Machine(RuleBasedStateMachine):
     @initialize(
         rows=st.integers(1, 6), budget=st.integers(1, 24), longest=st.integers(2, 40), blocks=st.integers(1, 12), size=st.integers(1, 5),
         hosted=st.sampled_from((0, 4, 30)), caching=st.booleans(), preemption=st.sampled_from((None, "swap", "recompute")),
-        rounds=st.sampled_from((1, 3)), ahead=st.booleans(), drafts=st.sampled_from((0, 0, 7)), seed=st.integers(0, 99),
+        rounds=st.sampled_from((1, 3)), ahead=st.booleans(), drafts=st.sampled_from((0, 0, 7)), window=st.sampled_from((0, 0, 1, 4, 9)),
+        seed=st.integers(0, 99),
     )  # fmt: skip
     def build(self, seed: int, **options) -> None:
         self.engine = SimulatedEngine(**options, seed=seed)
@@ -86,6 +87,11 @@ KINDS = {
     "ahead, rounds": dict(ahead=True, rounds=3),
     "drafts, cached": dict(drafts=7, caching=True),
     "drafts, ahead": dict(drafts=2, ahead=True, hosted=40, caching=True),
+    "window": dict(window=11),
+    "window, cached": dict(window=6, caching=True),
+    "window, swap, few host blocks, cached": dict(window=10, hosted=5, preemption="swap", caching=True),
+    "window, swap, rounds": dict(window=7, hosted=40, preemption="swap", rounds=4),
+    "window, ahead, drafts, cached": dict(window=9, ahead=True, drafts=7, caching=True),
 }
 
 

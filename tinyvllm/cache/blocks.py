@@ -39,6 +39,11 @@ class BlockPool:
         return len(self._free) + len(self._evictable)
 
     @property
+    def scratch_block(self) -> int:
+        """The block of the device's pool that is never allocated: a place in a table whose contents no query sees."""
+        return self.num_blocks
+
+    @property
     def num_evictable(self) -> int:
         """Cached blocks without a reference."""
         return len(self._evictable)

@@ -16,6 +16,7 @@ from hashlib import blake2b
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.cache.listener import CacheListener
 from tinyvllm.errors import ArgumentError, FormatError
+from tinyvllm.windows import Window
 
 HASH_BYTES = 16
 KEY_BYTES = 64  # the longest key of BLAKE2b
@@ -52,16 +53,17 @@ class PrefixCache:
     """The index over a pool's cached blocks; the pool's callback removes what it evicts.
 
     A block belongs to the owner whose sequence computed it; one that came from disk, or from an unknown caller, has no owner (None).
+    Where queries see a `window` of tokens, a prefix is found if the blocks are cached that the query after it sees.
     A block of 16 tokens takes about 250 bytes of host memory here, and each of the `remembered` hashes of evicted blocks about 220.
     `queries` and `hits` count tokens, `evictions` blocks; none of them ever falls.
     """
 
-    def __init__(self, pool: BlockPool, key: bytes, remembered: int = 65536) -> None:
+    def __init__(self, pool: BlockPool, key: bytes, remembered: int = 65536, window: int = 0) -> None:
         if len(key) > KEY_BYTES:
             raise ArgumentError(f"PrefixCache: the key must be at most {KEY_BYTES} bytes, got {len(key)}")
         assert pool.on_evict is None, "PrefixCache: the pool has one already"
         pool.on_evict = self._evicted
-        self.pool = pool
+        self.pool, self.window = pool, Window(window, pool.block_size)
         self.on_insert: Callable[[bytes], None] | None = None  # called with the hash of every block that becomes findable
         self.listener: CacheListener | None = None
         self.queries = self.hits = self.evictions = 0
@@ -101,10 +103,14 @@ class PrefixCache:
             hashes.append(parent)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest prefix that is cached, each with one reference more."""
+        """The blocks of the longest prefix that is cached, each with one reference more; the scratch block for those before the window."""
         blocks = self.find(hashes)
-        self.pool.pin(blocks)
+        self.pool.pin(self.held(blocks))
         return blocks
+
+    def held(self, found: list[int]) -> list[int]:
+        """Of the blocks that `match` has given, those that have a reference more."""
+        return found[self.window.first_block(len(found) * self.pool.block_size) :]
 
     def known(self, hashes: Sequence[bytes]) -> int:
         """How many leading blocks `match` would find."""
@@ -112,6 +118,8 @@ class PrefixCache:
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
         """The blocks that `match` would give; takes no reference and leaves the order of eviction as it is."""
+        if self.window.tokens:
+            return self._find_within_window(hashes)
         found: list[int] = []
         get = self._blocks.get
         for digest in hashes:
@@ -119,6 +127,22 @@ class PrefixCache:
                 break
             found.append(block)
         return found
+
+    def _find_within_window(self, hashes: Sequence[bytes]) -> list[int]:
+        """From the right, as vLLM does: where a block is missing that the query after a prefix sees, the prefix must end before it."""
+        get, size, first_block = self._blocks.get, self.pool.block_size, self.window.first_block
+        stop = at = len(hashes)
+        first = first_block(stop * size)
+        found: list[int] = []  # blocks at to stop - 1, the last first
+        while at > first:
+            at -= 1
+            if (block := get(hashes[at])) is None:
+                stop, first = at, first_block(at * size)
+                found.clear()
+            else:
+                found.append(block)
+        found.reverse()
+        return [self.pool.scratch_block] * first + found
 
     def count(self, queried: int, hit: int) -> None:
         """`hit` of `queried` tokens of a request were found. Apart from `match`, since one that comes back counts once."""

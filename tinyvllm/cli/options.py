@@ -90,6 +90,10 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
         "--kv-events-config",
         {"metavar": "JSON", "help": 'publish changes of the prefix cache, as vLLM writes it: {"enable_kv_cache_events": true, ...}'},
     ),
+    (
+        "--disable-hybrid-kv-cache-manager",
+        {"action": argparse.BooleanOptionalAction, "help": "keep KV blocks that have left the sliding window of every layer"},
+    ),
     ("--swap-space", {"metavar": "SIZE", "help": "host memory for the blocks of preempted sequences, such as 4GiB"}),
     ("--preemption-mode", {"metavar": "M", "help": "recompute or swap; default: the cheaper one"}),
     ("--max-num-queued-reqs", {"type": int, "metavar": "N", "help": "maximum number of waiting requests; more are refused"}),

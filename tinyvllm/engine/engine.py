@@ -78,7 +78,7 @@ class Engine:
             config.served_model_name or config.model,
             "0",
             self.max_model_len,
-            cache_facts(config, scheduler.pool.num_blocks, self.max_model_len),
+            cache_facts(config, scheduler),
         )
         self.energy = energy
         self.trace: StepTrace | None = None  # of tracing.py

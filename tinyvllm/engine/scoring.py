@@ -29,6 +29,7 @@ class PromptScore:
         self.logprobs: list[dict[int, Logprob] | None] = [None]
         self._num_top = num_top
         self._borrows = False  # it has blocks, or waits for them
+        self._blocks: list[int] = []
         self._sequence = Sequence(-1, request_id, prompt_token_ids, SamplingParams(), options=options)
 
     def __len__(self) -> int:
@@ -40,10 +41,11 @@ class PromptScore:
 
     def borrow_blocks(self, scheduler: Scheduler) -> bool:
         """Borrow the blocks that the prompt needs, unless it has them; False while they are not free."""
-        if not self._sequence.block_table:
+        if not self._blocks:
             self._borrows = True
-            self._sequence.block_table = scheduler.borrowed.take(scheduler.pool.blocks_for(len(self))) or []
-        return bool(self._sequence.block_table)
+            self._blocks = scheduler.borrowed.take(scheduler.tables.most_blocks(len(self))) or []
+            self._sequence.block_table = scheduler.tables.cycled(self._blocks, len(self)) if self._blocks else []
+        return bool(self._blocks)
 
     def next_piece(self, max_tokens: int) -> Scheduled:
         start = self._sequence.num_computed
@@ -58,8 +60,8 @@ class PromptScore:
     def return_blocks(self, scheduler: Scheduler) -> None:
         """Give the blocks back, or stop waiting for them."""
         if self._borrows:
-            scheduler.borrowed.give_back(self._sequence.block_table)
-            self._sequence.block_table, self._borrows = [], False
+            scheduler.borrowed.give_back(self._blocks)
+            self._blocks, self._sequence.block_table, self._borrows = [], [], False
 
 
 class PromptScoring:

@@ -35,7 +35,8 @@ class Segment:
     held         False once it was released: prompts may still use it, but the cache may have evicted it
     end          tokens of its context, itself included
     number       counts the segments of an engine in the order of their registration
-    table        blocks of its whole context, with one reference each while it is held
+    table        blocks of its whole context, with one reference each while it is held; where blocks are freed after a window, those that
+                 the query after it sees
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class Segment:
     @property
     def blocks(self) -> int:
         """KV blocks that it holds in addition to those of the segment before it; 0 once it was released."""
-        return len(self.table) - self._start // self.segments.block_size if self.held else 0
+        size = self.segments.block_size
+        return min(len(self.table), self.end // size - self._start // size)
 
     @property
     def bytes(self) -> int:
@@ -146,14 +148,15 @@ def eviction_error(segment: Segment) -> OutOfMemoryError:
 class Segments:
     """The segments that one engine holds.
 
-    They may hold `max_blocks` together: requests keep the blocks of one sequence of full length, or half of the pool if that is less.
+    They may hold `max_blocks` together: requests keep what one sequence of full length holds, or half of the pool if that is less.
     An engine in a thread of its own replaces `submit`, which runs a function between two steps.
     """
 
     def __init__(self, scheduler: Scheduler, block_bytes: int, observer: EngineObserver):
         pool = scheduler.pool
         self.block_size, self.block_bytes = pool.block_size, block_bytes
-        self.max_blocks = pool.num_blocks - min(pool.blocks_for(scheduler.limits.max_model_len), -(-pool.num_blocks // 2))
+        needed = scheduler.tables.most_blocks(scheduler.limits.max_model_len)
+        self.max_blocks = pool.num_blocks - min(needed, -(-pool.num_blocks // 2))
         self.submit: Callable[[Callable[[], None]], None] = lambda function: function()
         self._scheduler, self._observer = scheduler, observer
         self._numbers = itertools.count()
@@ -196,16 +199,17 @@ class Segments:
         return Segment(self, next(self._numbers), token_ids, leading_ids, after, cache_salt)
 
     def hold(self, segment: Segment) -> bool:
-        """Take a reference to every full block of its context; False, and no reference, if the cache lacks one of them.
+        """Take a reference to every full block of its context that the query after it sees; False, and none, if the cache lacks one.
 
         SegmentRoomError if segments would hold too many.
         """
         prefix, pinned = self._scheduler.prefix, self._scheduler.pinned
         assert prefix is not None and not segment.held
         hashes = prefix.hash_blocks(segment.context, segment.cache_salt)
-        table = prefix.match(hashes)
-        num_more = len(hashes) - sum(block in pinned for block in table)
-        complete = len(table) == len(hashes) and len(pinned) + num_more <= self.max_blocks
+        found = prefix.match(hashes)
+        table, needed = prefix.held(found), len(hashes) - prefix.window.first_block(len(hashes) * self.block_size)
+        num_more = needed - sum(block in pinned for block in table)
+        complete = len(found) == len(hashes) and len(pinned) + num_more <= self.max_blocks
         self._observer.segment_tried(segment.number, segment.context, segment.cache_salt, complete)
         if not complete:
             prefix.pool.release(table)

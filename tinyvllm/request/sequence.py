@@ -33,6 +33,7 @@ class Sequence:
     status: Status = Status.WAITING
     finish_reason: str | None = None
     block_table: list[int] = field(default_factory=list)
+    num_freed: int = 0  # leading blocks of the table that have left the window and are no longer held
     num_computed: int = 0
     num_preemptions: int = 0
     num_swaps: int = 0  # preemptions that kept its blocks on the host
@@ -64,6 +65,11 @@ class Sequence:
         """One token of prompt and output joined."""
         prompt = len(self.prompt_token_ids)
         return self.prompt_token_ids[position] if position < prompt else self.output_token_ids[position - prompt]
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """The blocks of its table that it holds."""
+        return self.block_table[self.num_freed :] if self.num_freed else self.block_table
 
     @property
     def finished(self) -> bool:

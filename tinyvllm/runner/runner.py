@@ -55,7 +55,7 @@ from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory, check_weights
 from tinyvllm.runner.opened import OpenedModel, open_model
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
 from tinyvllm.runner.ranked import RankedSteps
-from tinyvllm.runner.sizes import pool_size
+from tinyvllm.runner.sizes import freed_window, pool_size
 from tinyvllm.runner.step import Logits, PreparedStep, StepPlan
 from tinyvllm.runner.weight_plan import WeightPlan
 from tinyvllm.scheduler import Schedule, Scheduled
@@ -98,6 +98,7 @@ class Runner:
         self.weight_formats, self.weight_layout, self.weight_identity = loader.formats, plan.layout, plan.identity
         size = pool_size(config, opened, drafter)
         self.pool, self.max_model_len = KVPool(self.config, size.num_blocks, config.block_size, opened.block, device), size.max_model_len
+        self.freed_window = freed_window(config, self.config)
         self.adapters = AdapterPool(config, opened, device) if config.enable_lora else None
         self.max_num_seqs = config.max_num_seqs
         # a pool too small for the model's context shortens sequences, but must not change what the positions mean

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from tinyvllm.config import EngineConfig
 from tinyvllm.errors import ArgumentError
-from tinyvllm.integers import ceil_div
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.runner.adapters import adapter_bytes
 from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory, check_room, free_memory, pool_blocks
 from tinyvllm.runner.opened import OpenedModel
+from tinyvllm.speculative import KV_HEADS
+from tinyvllm.windows import Window
 
 # If no length is given. Scores of a chunk are laid out for the longest context: 32 heads by 512 queries by 131072 keys are 8 GiB.
 DEFAULT_CONTEXT = 8192
@@ -33,6 +34,16 @@ def wanted_context(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len or min(longest, DEFAULT_CONTEXT)
 
 
+def freed_window(config: EngineConfig, model: ModelConfig) -> Window:
+    """The window after which blocks are freed: the longest of the layers'. None where a layer, or what reads its blocks, has none.
+
+    Heads that guess drafts keep their own keys and values by the model's blocks, of all tokens.
+    """
+    chosen = config.speculative_config
+    kept = config.disable_hybrid_kv_cache_manager or (chosen is not None and chosen.method in KV_HEADS)
+    return Window(0 if kept or not all(model.windows) else max(model.windows, default=0), config.block_size)
+
+
 def pool_size(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory = NO_DRAFTER, free: int | None = None) -> PoolSize:
     """The KV pool, with the weights loaded. `free` is the free memory of a plan; None asks the device.
 
@@ -47,7 +58,7 @@ def pool_size(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory 
             device, one * config.tensor_parallel_size, size, config.max_num_seqs * longest, config.kv_memory, drafter, free
         )
     check_room(device, blocks * one, drafter.total(blocks), free)
-    return PoolSize(blocks, longest if config.max_model_len is not None else min(longest, blocks * size))
+    return PoolSize(blocks, longest if config.max_model_len is not None else _longest(blocks, longest, config, opened))
 
 
 def scratch_bytes(config: EngineConfig, opened: OpenedModel, max_model_len: int) -> int:
@@ -64,6 +75,16 @@ def scratch_bytes(config: EngineConfig, opened: OpenedModel, max_model_len: int)
     return int(sum(array.nbytes for array in constants.values())) + adapter_bytes(config, opened) + results
 
 
+def _most_blocks(context: int, config: EngineConfig, opened: OpenedModel) -> int:
+    """Blocks that a sequence of `context` tokens holds at most at a time."""
+    return freed_window(config, opened.config).most_blocks(context, config.max_num_batched_tokens)
+
+
+def _longest(blocks: int, wanted: int, config: EngineConfig, opened: OpenedModel) -> int:
+    """The longest sequence, up to `wanted` tokens, that `blocks` blocks hold."""
+    return wanted if _most_blocks(wanted, config, opened) <= blocks else min(wanted, blocks * config.block_size)
+
+
 @dataclass(frozen=True)
 class Fit:
     """How long the contexts of `sequences` sequences may be at the same time, in tokens."""
@@ -77,10 +98,10 @@ def longest_contexts(room: int, config: EngineConfig, opened: OpenedModel, draft
     both = opened.block_bytes + drafter.block
     blocks = (room - drafter.weights - drafter.own) // both - SCRATCH_BLOCKS
     counts = sorted({1 << n for n in range(config.max_num_seqs.bit_length())} | {config.max_num_seqs})
-    return [Fit(n, min(opened.config.max_context, blocks // n * config.block_size)) for n in counts if blocks // n > 0]
+    return [Fit(n, _longest(blocks // n, opened.config.max_context, config, opened)) for n in counts if blocks // n > 0]
 
 
 def room_of(context: int, sequences: int, config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory = NO_DRAFTER) -> int:
     """Bytes of the KV pool, and of a drafter, for `sequences` sequences of `context` tokens."""
-    blocks = sequences * ceil_div(context, config.block_size)
+    blocks = sequences * _most_blocks(context, config, opened)
     return (blocks + SCRATCH_BLOCKS) * opened.block_bytes + drafter.total(blocks)

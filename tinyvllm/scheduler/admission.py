@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.errors import BusyError, RequestError
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler.prefixes import SequencePrefixes
 from tinyvllm.scheduler.queue import WaitingQueue, rank_of
 from tinyvllm.scheduler.rates import Rates
 from tinyvllm.scheduler.schedule import SchedulerLimits
+from tinyvllm.scheduler.tables import BlockTables
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class AdmissionControl:
     """A view of a scheduler's state at one moment, which it does not change. `pinned` are the blocks that segments hold."""
 
     limits: SchedulerLimits
-    pool: BlockPool
+    tables: BlockTables
     prefixes: SequencePrefixes
     waiting: WaitingQueue
     running: list[Sequence]
@@ -43,7 +43,7 @@ class AdmissionControl:
         rank = rank_of(sequence) if sequence else (0, math.inf, 1 << 62)
         tokens = len(sequence) if sequence else 1
         if sequence:
-            tokens -= len(self.prefixes.find(sequence)) * self.pool.block_size
+            tokens -= len(self.prefixes.find(sequence)) * self.tables.pool.block_size
         ahead = [other for other in self.waiting if rank_of(other) < rank]
         tokens += sum(len(other) - other.num_computed for other in (*ahead, *self.running))
         wait = tokens * prefill_token(min(tokens, self.limits.max_batched_tokens))
@@ -63,7 +63,7 @@ class AdmissionControl:
         return room if wanted is None else min(room, wanted - len(sequence.output_token_ids))
 
     def _refuse_impossible(self, sequence: Sequence) -> None:
-        limits, pool, tokens = self.limits, self.pool, len(sequence)
+        limits, pool, tokens = self.limits, self.tables.pool, len(sequence)
         if not tokens:
             raise RequestError(f"request {sequence.request_id}: the prompt is empty; give it at least one token")
         if tokens > limits.max_model_len - 1:
@@ -71,7 +71,7 @@ class AdmissionControl:
                 f"request {sequence.request_id}: the prompt has {tokens} tokens, max_model_len={limits.max_model_len} allows at most "
                 f"{limits.max_model_len - 1}; shorten the prompt or raise max_model_len"
             )
-        needed = pool.blocks_for(tokens + 1)
+        needed = self.tables.most_blocks(tokens + 1)
         if needed > pool.num_blocks:
             raise RequestError(
                 f"request {sequence.request_id}: a prompt of {tokens} tokens and one more need {needed} KV blocks, the cache has "

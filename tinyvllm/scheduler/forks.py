@@ -53,10 +53,11 @@ class BlockCopies:
         yield from self._sources.values()
         yield from self._running
 
-    def share(self, table: list[int], full: int, partial: bool) -> list[int]:
-        """A new table: the first `full` blocks of `table`, shared, and a copy of the next one if it is `partial`."""
+    def share(self, parent: Sequence, full: int, partial: bool) -> list[int]:
+        """A new table: the first `full` blocks of the parent's, shared as far as held, and a copy of the next one if it is `partial`."""
+        table = parent.block_table
         shared = table[:full]
-        self._pool.share(shared)
+        self._pool.share(shared[parent.num_freed :])
         if not partial:
             return shared
         source = self.source_of(table[full])

@@ -9,20 +9,21 @@ from tinyvllm.request import Sequence
 from tinyvllm.scheduler.forks import BlockCopies
 from tinyvllm.scheduler.rates import Rates
 from tinyvllm.scheduler.schedule import Schedule, SchedulerLimits
+from tinyvllm.scheduler.tables import BlockTables
 
 
 class HostSwap:
     """Keeps the blocks of a preempted sequence in host memory if two copies cost less than computing its tokens again.
 
-    `host` counts the host's blocks; None never swaps.
+    `host` counts the host's blocks; None never swaps. Blocks before the window are not kept.
     """
 
-    def __init__(self, pool: BlockPool, host: BlockPool | None) -> None:
-        self._pool, self._host = pool, host
+    def __init__(self, tables: BlockTables, host: BlockPool | None) -> None:
+        self._pool, self._window, self._host = tables.pool, tables.window, host
 
     def pays_off(self, sequence: Sequence, limits: SchedulerLimits, rates: Rates) -> bool:
         """Whether a swap fits and is cheaper than recomputation, or is forced."""
-        blocks = self._pool.blocks_for(sequence.num_computed)
+        blocks = self._pool.blocks_for(sequence.num_computed) - sequence.num_freed
         if self._host is None or not blocks or blocks > self._host.num_free or limits.preemption == "recompute":
             return False
         if limits.preemption == "swap":
@@ -34,20 +35,23 @@ class HostSwap:
         """Have the blocks with the sequence's computed tokens copied to the host."""
         assert self._host is not None
         known = min(sequence.num_computed, len(sequence) - 1)
-        blocks = self._pool.blocks_for(known)
-        sequence.host_table, sequence.num_swapped = self._host.allocate(blocks), known
-        filled = [copies.source_of(block) for block in sequence.block_table[:blocks]]  # a fork's last block may still have to be copied
+        kept = sequence.block_table[self._window.first_block(known) : self._pool.blocks_for(known)]
+        sequence.host_table, sequence.num_swapped = self._host.allocate(len(kept)), known
+        filled = [copies.source_of(block) for block in kept]  # a fork's last block may still have to be copied
         plan.swap_out += zip(filled, sequence.host_table, strict=True)
         sequence.num_swaps += 1
 
     def swap_in(self, sequence: Sequence, plan: Schedule) -> None:
         """An admitted sequence continues after what was swapped out, if that is more than its cached prefix."""
         if sequence.num_swapped > sequence.num_computed:
-            found = len(sequence.block_table)
-            hosted = sequence.host_table[found:]
-            sequence.block_table = sequence.block_table + self._pool.allocate(len(hosted))
-            plan.swap_in += zip(hosted, sequence.block_table[found:], strict=True)
-            sequence.num_computed = sequence.num_swapped
+            table, first = sequence.block_table, self._window.first_block(sequence.num_swapped)
+            self._pool.release(table[sequence.num_freed : first])  # found, and before the window by now
+            table = table + [self._pool.scratch_block] * (first - len(table))
+            hosted = sequence.host_table[len(table) - first :]
+            blocks = self._pool.allocate(len(hosted))
+            plan.swap_in += zip(hosted, blocks, strict=True)
+            sequence.block_table, sequence.num_freed, sequence.num_computed = table + blocks, first, sequence.num_swapped
+            sequence.num_published = max(sequence.num_published, first)  # blocks before it are in no cache to be published
         self.drop(sequence)
 
     def drop(self, sequence: Sequence) -> None:

@@ -19,12 +19,19 @@ class SequencePrefixes:
         return self._cache.find(self._known_hashes(sequence)) if self._cache is not None else []
 
     def match(self, sequence: Sequence) -> list[int]:
-        """The same blocks, held for the sequence."""
+        """The same blocks, held for the sequence; the scratch block in place of those before the window."""
         return self._cache.match(self._known_hashes(sequence)) if self._cache is not None else []
+
+    def give_back(self, found: list[int]) -> None:
+        """The sequence that blocks were matched for is not admitted."""
+        if self._cache is not None:
+            self._cache.pool.release(self._cache.held(found))
 
     def begin(self, sequence: Sequence, found: list[int]) -> None:
         """An admitted sequence starts after its cached blocks, which are held for it."""
         sequence.block_table, sequence.num_computed, sequence.num_published = found, len(found) * self._block_size, len(found)
+        if self._cache is not None:
+            sequence.num_freed = len(found) - len(self._cache.held(found))
         if self._cache is not None and not sequence.num_preemptions:
             sequence.num_cached = sequence.num_computed
             self._cache.count(len(sequence), sequence.num_computed)

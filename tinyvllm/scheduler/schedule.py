@@ -17,7 +17,8 @@ class SchedulerLimits:
 
     `max_queued_reqs` requests and `max_queued_tokens` prompt tokens may wait in addition to what can start at once; None sets no limit.
     `block_bytes` is the size of a block in all layers, for the cost of a swap. `preemption` "recompute" or "swap" forces the method.
-    `max_step_seconds` is the target for a step with decodes and chunks; None sets none.
+    `max_step_seconds` is the target for a step with decodes and chunks; None sets none. `window` is how many tokens a query sees in any
+    layer: blocks before them are freed; with 0 none are.
     """
 
     max_num_seqs: int
@@ -28,6 +29,7 @@ class SchedulerLimits:
     block_bytes: int = 0
     preemption: str | None = None
     max_step_seconds: float | None = None
+    window: int = 0
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:

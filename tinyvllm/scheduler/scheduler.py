@@ -27,6 +27,8 @@ from tinyvllm.scheduler.prefixes import SequencePrefixes
 from tinyvllm.scheduler.queue import WaitingQueue, rank_of
 from tinyvllm.scheduler.rates import Rates
 from tinyvllm.scheduler.schedule import Schedule, Scheduled, SchedulerLimits
+from tinyvllm.scheduler.tables import BlockTables
+from tinyvllm.windows import Window
 
 _SHARE = 4  # 1/4 of a step's tokens is kept from long prefills if other sequences want it
 
@@ -47,6 +49,8 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits, self.pool, self.prefix, self.host = limits, pool, prefix, host
+        self.tables = BlockTables(pool, Window(limits.window, pool.block_size), limits.max_batched_tokens)
+        assert prefix is None or prefix.window == self.tables.window, "Scheduler: the prefix cache has another window"
         self.rates = Rates()
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # by rank
@@ -60,7 +64,7 @@ class Scheduler:
         self._free_rows = list(range(limits.max_num_seqs))  # a heap
         self._siblings = Siblings()
         self._copies = BlockCopies(pool)
-        self._swap = HostSwap(pool, host)
+        self._swap = HostSwap(self.tables, host)
         self._paused = PausedSequences()
         self._reusable: ReusableDecode | None = None  # the last step, as long as it can be reused
 
@@ -164,12 +168,14 @@ class Scheduler:
         It shares the parent's full blocks and gets a copy of the next one before the next step. If there is no room for it, it waits, and
         what the prefix cache does not have is computed again.
         """
-        full, part = divmod(min(parent.num_computed, len(child) - 1), self.pool.block_size)
-        if parent.status is not Status.RUNNING or not self._free_rows or self.pool.num_free < (part > 0):
+        position = min(parent.num_computed, len(child) - 1)
+        full, part = divmod(position, self.pool.block_size)
+        freed = self.tables.window.first_block(position) < parent.num_freed
+        if parent.status is not Status.RUNNING or freed or not self._free_rows or self.pool.num_free < (part > 0):
             self.waiting.push(child)
             self.deadlines.add([child])
             return
-        child.block_table = self._copies.share(parent.block_table, full, part > 0)
+        child.block_table, child.num_freed = self._copies.share(parent, full, part > 0), parent.num_freed
         child.num_computed = full * self.pool.block_size + part
         child.block_hashes, child.num_published = parent.block_hashes[:full], min(parent.num_published, full)
         self._start(child)
@@ -194,7 +200,7 @@ class Scheduler:
         sequence.finish_reason = reason
 
     def _admission(self) -> AdmissionControl:
-        return AdmissionControl(self.limits, self.pool, self.prefixes, self.waiting, self.running, self.pinned, self.rates)
+        return AdmissionControl(self.limits, self.tables, self.prefixes, self.waiting, self.running, self.pinned, self.rates)
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting or self._paused)
@@ -218,6 +224,7 @@ class Scheduler:
         for entry in crossed:
             self.considered = entry.sequence
             self.prefixes.publish(entry.sequence)
+            self.tables.free_passed(entry.sequence)
         for entry, block in zip(growing, self.pool.allocate(len(growing)), strict=True):
             entry.sequence.block_table.append(block)
         for key, count in reusable.tokens_by_key.items():
@@ -238,8 +245,8 @@ class Scheduler:
             return
         first = self.waiting.first()
         lower = [s for s in self.running if s.options.priority > first.options.priority]
-        needed = self.pool.blocks_for(len(first)) + 1
-        if needed > self.pool.num_free + sum(len(s.block_table) for s in lower):
+        needed = self.tables.most_blocks(len(first)) + 1
+        if needed > self.pool.num_free + sum(len(s.held_blocks) for s in lower):
             return
         while lower and (not self._free_rows or needed > self.pool.num_free):
             self._preempt(lower.pop(), plan)
@@ -264,6 +271,7 @@ class Scheduler:
             self.considered = sequence
             if sequence.num_computed >= (sequence.num_published + 1) * block_size:
                 self.prefixes.publish(sequence)
+                self.tables.free_passed(sequence)
             if not left:
                 continue
             count = 1 if left == 1 else min(left, budget - kept if left > share else budget)
@@ -289,19 +297,18 @@ class Scheduler:
             self.considered = sequence = self.waiting.first()
             found = self.prefixes.match(sequence)
             if not sequence.num_swapped and self.prefixes.inflight.wait_for(sequence, len(found)):
-                self.pool.release(found)
+                self.prefixes.give_back(found)
                 self.waiting.defer(sequence)
                 continue
-            needed = self.pool.blocks_for(len(sequence))
-            missing = needed - len(found)
+            needed, missing = self.tables.most_blocks(len(sequence)), self.tables.missing(sequence, found)
             if needed > self.pool.num_blocks or (not self.running and not self.borrowed.num_held and missing > self.pool.num_free):
-                self.pool.release(found)
+                self.prefixes.give_back(found)
                 self._exhaust(sequence, plan)
                 continue
             # All of the known tokens must fit, not this chunk alone, and one more block, or others would soon be preempted for the
             # rest. Without others, insisting on that block would keep out for ever a sequence that just fits the pool.
             if missing + (1 + self.borrowed.num_wanted if self.running else 0) > self.pool.num_free:
-                self.pool.release(found)
+                self.prefixes.give_back(found)
                 break
             num_admitted += 1
             self.waiting.remove(sequence)
@@ -349,7 +356,7 @@ class Scheduler:
         while missing > self.pool.num_free:
             last = self.running[-1]
             alone = last is self.running[0] and not self.borrowed.num_held
-            if needed > self.pool.num_blocks or alone:  # preempting others, or itself, would not help
+            if needed - sequence.num_freed > self.pool.num_blocks or alone:  # preempting others, or itself, would not help
                 self._exhaust(sequence, plan)
                 return False
             self._preempt(last, plan)
@@ -372,9 +379,8 @@ class Scheduler:
         self._reusable = None
         self.prefixes.withdraw(sequence)
         self.running.remove(sequence)
-        self._copies.cancel(sequence.block_table)
-        self.pool.release(sequence.block_table)
-        sequence.block_table = []
+        self._copies.cancel(sequence.held_blocks)
+        self.tables.release(sequence)
         sequence.num_computed = sequence.num_published = 0
         heapq.heappush(self._free_rows, sequence.row)
         sequence.row = -1

@@ -310,7 +310,7 @@ class EntryBook:
         end, preemptions = self._ends.get(sequence.sequence_id, (0, -1))
         if preemptions == sequence.num_preemptions and end >= stop:
             return []
-        begin = end if preemptions == sequence.num_preemptions else 0
+        begin = max(end if preemptions == sequence.num_preemptions else 0, sequence.num_freed * self._S)
         wrong = self._keys[self._slots(sequence, begin, stop)] != _keys_of(sequence, begin, stop)
         if not wrong.any():
             return []

@@ -47,7 +47,8 @@ def _by_chunk(
 ) -> Iterator[np.ndarray]:
     """The result of `compute` for each chunk of a prompt. Other work of the device may run between two of them."""
     engine.check_open()
-    pool, V, size = engine.scheduler.pool, engine.runner.config.vocab_size, engine.scheduler.limits.max_batched_tokens
+    pool, tables = engine.scheduler.pool, engine.scheduler.tables
+    V, size = engine.runner.config.vocab_size, engine.scheduler.limits.max_batched_tokens
     size = size if chunk is None else min(chunk, size)
     if not token_ids or len(token_ids) > engine.max_model_len:
         raise RequestError(f"{speaker}: expected 1 to {engine.max_model_len} tokens, got {len(token_ids)}")
@@ -55,7 +56,8 @@ def _by_chunk(
         raise RequestError(f"{speaker}: token id {bad} is out of vocabulary, which has {V} tokens")
     sequence = Sequence(-1, speaker, list(token_ids), SamplingParams())
     with DEVICE_LOCK:
-        sequence.block_table = pool.allocate(pool.blocks_for(len(token_ids)))
+        blocks = pool.allocate(tables.most_blocks(len(token_ids)))
+    sequence.block_table = tables.cycled(blocks, len(token_ids))
     try:
         for start in range(0, len(token_ids), size):
             with DEVICE_LOCK:
@@ -63,4 +65,4 @@ def _by_chunk(
             yield result
     finally:
         with DEVICE_LOCK:
-            pool.release(sequence.block_table)
+            pool.release(blocks)

@@ -119,7 +119,9 @@ def _remark_budgets(run: Run, engine: Engine, config: EngineConfig, remark: Call
 
 def _check_context(run: Run, engine: Engine) -> None:
     """ArgumentError for a request of the recording that is longer than the context or the KV cache of the engine."""
-    room = min(engine.max_model_len, engine.scheduler.pool.num_blocks * engine.config.block_size)
+    room, scheduler = engine.max_model_len, engine.scheduler
+    if scheduler.tables.most_blocks(room) > scheduler.pool.num_blocks:
+        room = scheduler.pool.num_blocks * engine.config.block_size
     lengths = {end["end"]: max(map(len, end["tokens"]), default=0) for end in run.ends}
     for event in run.added:
         needed = len(event["prompt"]) + lengths.get(event["add"], 0)
