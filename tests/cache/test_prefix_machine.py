@@ -23,6 +23,7 @@ class Held:
     def __init__(self, tokens: list[int], salt: str | None) -> None:
         self.tokens, self.salt = tokens, salt
         self.table: list[int] = []
+        self.freed = 0  # leading places of the table that name the scratch block
         self.hashes: list[bytes] = []
         self.published = 0
 
@@ -31,11 +32,11 @@ class Held:
 
 
 class Traffic(RuleBasedStateMachine):
-    @initialize(blocks=st.integers(2, 12), size=st.integers(1, 3))
-    def build(self, blocks: int, size: int) -> None:
-        self.size = size
+    @initialize(blocks=st.integers(2, 12), size=st.integers(1, 3), window=st.sampled_from((0, 0, 1, 2, 5)))
+    def build(self, blocks: int, size: int, window: int) -> None:
+        self.size, self.window = size, window
         self.pool = BlockPool(blocks, size)
-        self.cache = PrefixCache(self.pool, b"key", remembered=REMEMBERED)
+        self.cache = PrefixCache(self.pool, b"key", remembered=REMEMBERED, window=window)
         self.held: list[Held] = []
         self.contents: dict[int, Prefix] = {}  # of every block ever written
         self.cached: dict[Prefix, int] = {}
@@ -48,6 +49,15 @@ class Traffic(RuleBasedStateMachine):
 
     def references(self, block: int) -> int:
         return sum(sequence.table.count(block) for sequence in self.held)
+
+    def first_seen(self, blocks: int) -> int:
+        """The block of the first token that the query after so many blocks sees."""
+        return max(0, blocks * self.size - self.window + 1) // self.size if self.window else 0
+
+    def longest(self, prefixes: list[Prefix]) -> int:
+        """The number of leading blocks of which those are cached that the query after them sees."""
+        cached = [prefix in self.cached for prefix in prefixes]
+        return max(n for n in range(len(prefixes) + 1) if all(cached[self.first_seen(n) : n]))
 
     def take(self, sequence: Held, count: int) -> bool:
         """Blocks for a sequence, as the model says they must come; False where there are too few."""
@@ -73,9 +83,9 @@ class Traffic(RuleBasedStateMachine):
             self.contents[sequence.table[i]] = self.prefix(sequence, i)
 
     def finish(self, sequence: Held) -> None:
-        self.pool.release(sequence.table)
+        self.pool.release(sequence.table[sequence.freed :])
         self.held.remove(sequence)
-        for block in reversed(sequence.table):
+        for block in reversed(sequence.table[sequence.freed :]):
             if not self.references(block) and block in self.cached.values():
                 self.idle.append(block)
 
@@ -94,12 +104,13 @@ class Traffic(RuleBasedStateMachine):
         """The first to come goes until there is room."""
         sequence = Held(tokens, salt)
         self.cache.extend(sequence.hashes, sequence.token_ids, len(tokens) // self.size, salt)
-        longest = 0
-        while longest < len(sequence.hashes) and self.prefix(sequence, longest) in self.cached:
-            longest += 1
+        longest = self.longest([self.prefix(sequence, i) for i in range(len(sequence.hashes))])
         assert self.cache.known(sequence.hashes) == longest
-        sequence.table = self.cache.match(sequence.hashes)
-        assert [self.contents[block] for block in sequence.table] == [self.prefix(sequence, i) for i in range(longest)]
+        sequence.table, sequence.freed = self.cache.match(sequence.hashes), self.first_seen(longest)
+        assert sequence.table[: sequence.freed] == [self.pool.scratch_block] * sequence.freed
+        seen = range(sequence.freed, longest)
+        assert [self.contents[block] for block in sequence.table[sequence.freed :]] == [self.prefix(sequence, i) for i in seen]
+        assert self.cache.held(sequence.table) == sequence.table[sequence.freed :]
         self.idle = [block for block in self.idle if block not in sequence.table]
         self.held.append(sequence)
         while not self.take(sequence, self.pool.blocks_for(len(tokens)) - longest):
@@ -131,7 +142,8 @@ class Traffic(RuleBasedStateMachine):
         full = len(parent.tokens) // self.size
         child = Held(parent.tokens[: full * self.size], parent.salt)
         child.table, child.hashes, child.published = parent.table[:full], parent.hashes[:full], min(parent.published, full)
-        self.pool.share(child.table)
+        child.freed = parent.freed
+        self.pool.share(child.table[child.freed :])
         self.held.append(child)
 
     @precondition(lambda self: self.held)
@@ -145,7 +157,7 @@ class Traffic(RuleBasedStateMachine):
         told = self.cache.explain(tokens, salt, OWNER)
         start = told.hit_blocks * self.size
         prefixes = [(salt, tuple(tokens[:stop])) for stop in range(self.size, len(tokens) + 1, self.size)]
-        assert told.hit_blocks == next((i for i, prefix in enumerate(prefixes) if prefix not in self.cached), len(prefixes))
+        assert told.hit_blocks == self.longest(prefixes)
         assert told.evicted_blocks == sum(prefix in self.gone for prefix in prefixes[told.hit_blocks :])
         begun = tuple(tokens[:start])
         nearest = [prefix for of, prefix in self.cached if of == salt and len(prefix) == start + self.size and prefix[:start] == begun]

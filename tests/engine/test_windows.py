@@ -12,6 +12,8 @@ import pytest
 
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backends import registry
+from tinyvllm.config import resolve
+from tinyvllm.engine.frontend import plan_engine
 from tinyvllm.engine.scoring import PIECE
 from tinyvllm.windows import Window
 
@@ -164,3 +166,13 @@ def test_a_segment_holds_what_the_query_after_it_sees(folder: Path) -> None:
         assert output.num_cached_tokens == (LENGTHS[2] + LENGTHS[1]) // SIZE * SIZE
         first.release(), second.release()
         assert llm.engine.scheduler.pool.num_free == llm.engine.scheduler.pool.num_blocks
+
+
+def test_the_plan_counts_the_blocks_of_windows(folder: Path) -> None:
+    """Room for MOST blocks of each of four sequences is room for four of any length."""
+    for kept, context in ((False, 32768), (True, MOST * SIZE)):
+        config = resolve(folder, device="CPU", load_format="dummy", dtype="float32", block_size=SIZE, max_num_seqs=4,
+                         max_num_batched_tokens=STEP, disable_hybrid_kv_cache_manager=kept)  # fmt: skip
+        first = plan_engine(config, speed=False).sizes.memory
+        sizes = plan_engine(config, first.fixed + (4 * MOST + 1) * SIZE * first.kv_token, speed=False).sizes
+        assert {fit.sequences: fit.context for fit in sizes.fits}[4] == context
