@@ -73,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["auto", "int8"])
+@pytest.fixture(scope="module", params=["auto", pytest.param("int8", marks=pytest.mark.long)])
 def masked(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[str, LLM, list[Answer]]]:
     """A type of cache, the engine that keeps all blocks, and its answers, computed by kernels."""
     registry.forget_choices()
@@ -94,8 +94,10 @@ CASES: dict[str, dict[str, Any]] = {
     "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}},
 }
 
+PLAIN = ("chunks", "swap", "drafts")
 
-@pytest.mark.parametrize("case", CASES)
+
+@pytest.mark.parametrize("case", [case if case in PLAIN else pytest.param(case, marks=pytest.mark.long) for case in CASES])
 def test_same_bits_in_fewer_blocks(masked: tuple[str, LLM, list[Answer]], folder: Path, case: str) -> None:
     kind, _, expected = masked
     with load(folder, kv_cache_dtype=kind, **CASES[case]) as llm:
