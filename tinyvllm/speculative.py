@@ -10,8 +10,8 @@ from typing import Any
 from tinyvllm.errors import ArgumentError, nearest
 
 HEADS = ("medusa", "eagle", "eagle3", "mtp", "medusa_lite", "eagle_lite")  # read the target's hidden states
+KV_HEADS = ("eagle", "eagle3", "mtp")  # of HEADS: keep keys and values of their own by the numbers of the target's blocks
 METHODS = ("ngram", "suffix", "draft_model", *HEADS)
-KV_HEADS = ("eagle", "eagle3", "mtp")  # of these, those that have keys and values in the target's blocks
 LOOKUPS = ("ngram", "suffix", "medusa_lite", "eagle_lite")  # need no model
 OWN_HEADS = ("mtp",)  # in the target's own checkpoint; "model" may still name another
 CONTROLLERS = ("adaptive", "window", "fixed")

@@ -51,7 +51,7 @@ class Traffic(RuleBasedStateMachine):
         return sum(sequence.table.count(block) for sequence in self.held)
 
     def first_seen(self, blocks: int) -> int:
-        """The block of the first token that the query after so many blocks sees."""
+        """The block of the first token that the query after N blocks sees."""
         return max(0, blocks * self.size - self.window + 1) // self.size if self.window else 0
 
     def longest(self, prefixes: list[Prefix]) -> int:

@@ -18,7 +18,7 @@ class BlockTables:
         self.pool, self.window, self._max_chunk = pool, window, max_chunk
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Blocks that a sequence of so many tokens holds at most at a time."""
+        """Blocks that a sequence of `num_tokens` holds at most at a time."""
         return self.window.most_blocks(num_tokens, self._max_chunk)
 
     def missing(self, sequence: Sequence, found: list[int]) -> int:
