@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 from tinyvllm.errors import ArgumentError, TinyvllmError
 
 RETRY_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
-MAX_EVENT = 16 << 20  # bytes of a line of a stream
+MAX_EVENT, MAX_STREAM = 16 << 20, 1 << 30  # bytes of a line of a stream, and of a stream with its comments
+MAX_SILENCE = 600.0  # seconds without an event, whatever comments come meanwhile
 
 
 class Address(NamedTuple):
@@ -61,13 +62,20 @@ def retry_after(value: str | None, now: float | None = None) -> float | None:
 
 
 def json_events(connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> Generator[Mapping[str, Any], None, None]:
-    """The JSON objects of server-sent events up to [DONE]. TinyvllmError for an error among them, ConnectionError without [DONE]."""
+    """The JSON objects of server-sent events up to [DONE]. TinyvllmError for an error among them and for a stream beyond its limits,
+    ConnectionError without [DONE]."""
     with contextlib.closing(connection), contextlib.closing(response):
+        size, heard = 0, time.monotonic()
         while line := response.readline(MAX_EVENT + 1):
+            size += len(line)
             if len(line) > MAX_EVENT:
                 raise TinyvllmError(f"the server sent a line of more than {MAX_EVENT >> 20} MiB: is this an OpenAI server?")
-            if not line.startswith(b"data:"):
-                continue  # a comment, the name of an event, an empty line
+            if size > MAX_STREAM:
+                raise TinyvllmError(f"the server sent an answer of more than {MAX_STREAM >> 20} MiB: does it know max_tokens?")
+            if not line.startswith(b"data:"):  # a comment, the name of an event, an empty line
+                if time.monotonic() - heard > MAX_SILENCE:
+                    raise TinyvllmError(f"the server sent no event within {MAX_SILENCE:g} seconds, only comments: is it overloaded?")
+                continue
             data = line[5:].strip()
             if data == b"[DONE]":
                 return
@@ -81,6 +89,7 @@ def json_events(connection: http.client.HTTPConnection, response: http.client.HT
             if not isinstance(event, dict):
                 raise TinyvllmError(f"the server sent an event that is not an object: {data[:80]!r}")
             yield event
+            heard = time.monotonic()  # what the caller took does not count
         raise ConnectionError("the stream ended without [DONE]")
 
 

@@ -116,6 +116,7 @@ def test_what_may_pass_is_tried_again(fake: Fake) -> None:
         ((200, {}, b"data: [1]\n\n"), 1, "not an object"),
         ((200, {}, b'data: {"error": {"message": "lost"}}\n\n'), 1, "lost"),
         ((200, {}, b"data: " + b"x" * 4000), 1, "a line of more than"),
+        ((200, {}, b": still there\n\n" * 5000), 1, "an answer of more than"),
         ((200, {}, b'data: {"choices": [{"delta": ["x"]}]}\n\ndata: [DONE]\n\n'), 1, "an answer without text"),
         ((200, {}, events(*["x" * 500] * 5)), 1, "an answer of more than"),
     ],
@@ -124,12 +125,20 @@ def test_what_fails(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, reply: tuple[int, dict[str, str], bytes], attempts: int, message: str
 ) -> None:
     monkeypatch.setattr("tinyvllm.http_client.MAX_EVENT", 2000)
+    monkeypatch.setattr("tinyvllm.http_client.MAX_STREAM", 20_000)
     monkeypatch.setattr(http_target, "MAX_TEXT", 2000)
     fake.replies = [reply]
     server = Server(fake.url, None, lambda seconds: None)
     with pytest.raises(TinyvllmError) as failure:
         server.stream("/v1/completions", {})
     assert message in str(failure.value) and len(fake.bodies) == attempts
+
+
+def test_comments_are_no_sign_of_life_for_ever(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinyvllm.http_client.MAX_SILENCE", -1.0)
+    fake.replies = [(200, {}, b": still there\n\n" + events("x"))]
+    with pytest.raises(TinyvllmError, match="no event within"):
+        Server(fake.url, None, lambda seconds: None).stream("/v1/completions", {})
 
 
 def test_a_server_that_is_not_there_or_no_openai_server(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -341,6 +341,16 @@ def test_a_file_that_is_no_recording_is_refused(tmp_path, text, error, words):
         config_of(read_run(str(file)), {})
 
 
+def test_a_recording_beyond_the_limit_and_a_deep_one_are_refused(tmp_path, monkeypatch):
+    file = tmp_path / "r.jsonl"
+    file.write_text('{"format":2,"config":{}}\n' + "[" * 100_000 + "\n")
+    with pytest.raises(FormatError, match=":2 is not JSON"):
+        read_run(str(file))
+    monkeypatch.setattr("tinyvllm.engine.tools.recording.MAX_FILE", 1000)
+    with pytest.raises(FormatError, match=r"has 100026 bytes, and at most 1000 are read; its first lines can \(head -n\)"):
+        read_run(str(file))
+
+
 def test_a_recording_is_never_overwritten(tiny_model, tmp_path):
     file = tmp_path / "r.jsonl"
     file.write_text("something\n")

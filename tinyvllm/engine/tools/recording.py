@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from tinyvllm.config import expand_home
 from tinyvllm.engine.tools.record import FORMAT, Event, advanced_run
 from tinyvllm.errors import ArgumentError, FormatError
+from tinyvllm.foreign import read_bounded
 
 READABLE = (1, FORMAT)
+MAX_FILE = 256 << 20  # bytes: millions of steps; what is made of them takes several times as many
 _ARRIVALS = {"add", "abort", "refused", "hold", "release"}
 
 
@@ -35,16 +37,18 @@ class Run:
 
 
 def read_run(path: str) -> Run:
-    """Read a file that a Recorder wrote. ArgumentError if it cannot be read, FormatError if it is something else.
+    """Read a file that a Recorder wrote. ArgumentError if it cannot be read, FormatError if it is something else or beyond MAX_FILE.
 
     A last line that is cut off, as by a process that was killed, is skipped, and `complete` is False.
     """
     try:
-        text = expand_home("replay", path).read_text(encoding="utf-8")
+        text = read_bounded(expand_home("replay", path), MAX_FILE).decode("utf-8")
     except OSError as error:
         raise ArgumentError(f"replay: cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise FormatError(f"replay: {path} is not UTF-8 text; expected a file that --record wrote") from error
+    except ValueError as error:
+        raise FormatError(f"replay: {path} cannot be replayed: {error}; its first lines can (head -n)") from error
     lines = text.split("\n")
     events = [_parsed(path, number, line) for number, line in enumerate(lines[:-1], 1) if line]
     if not events or events[0].get("format") not in READABLE or not isinstance(events[0].get("config"), dict):
@@ -69,7 +73,7 @@ def _from_format_1(event: Event) -> Event:
 def _parsed(path: str, number: int, line: str) -> Event:
     try:
         event = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"replay: {path}:{number} is not JSON: {error}") from error
     if not isinstance(event, dict) or (number > 1 and type(event.get("step")) is not int):
         raise FormatError(f"replay: {path}:{number} is not an event of a recording: {line[:60]!r}")
