@@ -47,6 +47,6 @@ def test_a_packed_file_gives_the_tokens_of_its_exact_weights(mac, tmp_path: Path
         assert {choice.variant for choice in registry.choices("METAL")} == {"apple7"}
         assert formats_read("METAL") <= {format for format, _ in matrices_of(mix).values()}
         assert gpu.engine.runner.weight_bytes < 1.02 * packed.stat().st_size
-        assert LLM.plan(packed, device="METAL", speed=False, **OPTIONS).sizes.memory.weights == gpu.engine.runner.weight_bytes
+        assert LLM(packed, device="METAL", speed=False, **OPTIONS, plan=True).plan.sizes.memory.weights == gpu.engine.runner.weight_bytes
     error, size = np.abs(found - logits), np.abs(logits).max()
     assert error.max() < 1e-2 * size and error.mean() < 1e-3 * size

@@ -28,7 +28,7 @@ def tokens(path: Path, device: str, which: list[int], **options) -> list[list[in
     prompts = [{"prompt_token_ids": prompts_of(2, V)[i][: LENGTHS[i]]} for i in which]
     with LLM(path, device=device, max_model_len=64, skip_tokenizer_init=True, max_num_seqs=2, **options) as llm:
         if not options:
-            plan = LLM.plan(path, device=device, max_model_len=64, max_num_seqs=2, speed=False)
+            plan = LLM(path, device=device, max_model_len=64, max_num_seqs=2, speed=False, plan=True).plan
             assert plan.sizes.memory.weights == llm.engine.runner.weight_bytes and "ref" not in {one.variant for one in plan.kernels}
         assert options or llm.engine.runner.weight_bytes < 1.02 * path.stat().st_size
         return [output.outputs[0].token_ids for output in llm.generate(prompts, [GREEDY] * len(prompts))]

@@ -354,7 +354,7 @@ def test_a_memory_budget_unloads_idle_models_and_refuses_with_numbers() -> None:
 def test_the_budget_is_in_bytes_of_the_plan() -> None:
     """Two models of which one fits: a request for the other one unloads the first, and each has the KV cache that was planned."""
     one = plan_need(ENGINE, 1 << 30)
-    sizes = LLM.plan(memory=1 << 30, speed=False, **ENGINE).sizes
+    sizes = LLM(memory=1 << 30, speed=False, **ENGINE, plan=True).plan.sizes
     assert sizes.start is not None and one.options["num_blocks"] == sizes.start.num_blocks
     assert one.total == sizes.memory.weights + sizes.memory.scratch + sizes.start.kv_bytes + sizes.start.drafter_bytes
     specs = {"one": ENGINE, "two": ENGINE, "large": {**ENGINE, "num_blocks": 100_000}}

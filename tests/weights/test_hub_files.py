@@ -60,7 +60,7 @@ def fits(run: Run, models: dict[str, dict[str, bytes]], monkeypatch: pytest.Monk
 
 def needed(path: Path) -> int:
     """Bytes that one sequence of the whole context takes of a machine, by a plan of the local files."""
-    memory = LLM.plan(path, device="cpu", memory="1G", speed=False).sizes.memory
+    memory = LLM(path, device="cpu", memory="1G", speed=False, plan=True).plan.sizes.memory
     return memory.fixed + (256 + 16) * memory.kv_token  # a context of 256 tokens, and the block that padded rows use
 
 
@@ -133,6 +133,7 @@ def test_wrong_bytes_are_removed_and_pulled_again(run: Run) -> None:
 
 
 def test_a_folder_is_pulled_listed_and_removed(run: Run) -> None:
+    assert (empty := run("list")).stdout == "" and "has no models; tinyvllm pull ORG/NAME" in empty.stderr
     folder = pulled(done := run("pull", "org/tiny"))
     assert "warning: it may not run here: it cannot be planned: " in done.stderr
     assert sorted(path.name for path in folder.iterdir()) == ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.model"]

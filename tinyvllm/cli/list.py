@@ -7,6 +7,8 @@ import json
 import sys
 from dataclasses import asdict
 
+from tinyvllm.cli.progress import say
+
 
 def run(options: argparse.Namespace) -> int:
     from tinyvllm.weights.hub_files import held_models
@@ -15,6 +17,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(json.dumps([asdict(one) for one in held], indent=1) + "\n")
         return 0
+    if not held and not options.quiet:
+        say("the local cache of the hub has no models; tinyvllm pull ORG/NAME fetches one")
     width = max((len(model) for one in held for model in one.models), default=0)
     for one in held:
         for i, model in enumerate(one.models):

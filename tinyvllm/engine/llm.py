@@ -32,6 +32,7 @@ from tinyvllm.errors import ArgumentError, BusyError, FormatError, ModelError, R
 from tinyvllm.request import BeamSearchParams, LoRARequest, RequestOptions, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
+    from tinyvllm.engine.engine import Engine
     from tinyvllm.engine.tools.plan import Plan
 
 Outputs = Generator[RequestOutput, None, None]
@@ -55,6 +56,11 @@ class LLM:
 
     `progress(done, total, what)` is called while the weights load, with bytes. Raises ArgumentError for an invalid option before anything
     is loaded, and ModelError, TokenizerError or OutOfMemoryError while loading.
+
+    With plan=True nothing is loaded: the attribute `plan` (None otherwise) says what this LLM would take in memory, what fits, its
+    kernels and predicted speed, and whatever needs the model is an ArgumentError. `memory` then replaces the free memory of the
+    device: bytes, or a size such as "16G". `speed` may measure the machine for a few seconds, once. Errors of options and of headers are
+    the same; too little memory is part of the plan.
     """
 
     def __init__(
@@ -62,22 +68,32 @@ class LLM:
         model: str | os.PathLike[str] | None = None,
         *,
         progress: Callable[[int, int, str], None] | None = None,
+        plan: bool = False,
+        memory: int | str | None = None,
+        speed: bool = True,
         **options: Any,
     ):
-        self.engine = start_engine(resolve(model, **options), progress)
-        self.settle()
-        self.default_params = default_sampling_params(self.engine.model_folder)
+        config = resolve(model, **options)
+        if not plan and (memory is not None or not speed):
+            raise ArgumentError("memory and speed belong to plan=True; the options of an engine are kv_memory and num_blocks")
+        self._engine: Engine | None = None
+        self.plan: Plan | None = None
+        self.default_params = SamplingParams()
         self._ids = itertools.count()
         self._open: dict[str, RequestOutput | None] = {}  # the newest output of every request that a caller waits for
+        if plan:
+            self.plan = plan_engine(config, parse_size("memory", memory) if isinstance(memory, str) else memory, speed)
+            return
+        self._engine = start_engine(config, progress)
+        self.settle()
+        self.default_params = default_sampling_params(self.engine.model_folder)
 
-    @staticmethod
-    def plan(model: str | os.PathLike[str] | None = None, *, memory: int | str | None = None, speed: bool = True, **options: Any) -> Plan:
-        """What an LLM with these arguments would take in memory, what fits, its kernels and predicted speed. Loads nothing.
-
-        `memory` replaces the free memory of the device: bytes, or a size such as "16G". `speed` may measure the machine for a
-        few seconds, once. Errors of options and of headers as the LLM's.
-        """
-        return plan_engine(resolve(model, **options), parse_size("memory", memory) if isinstance(memory, str) else memory, speed)
+    @property
+    def engine(self) -> Engine:
+        """The engine. ArgumentError with plan=True, which loads none."""
+        if self._engine is None:
+            raise ArgumentError("this LLM was made with plan=True, which loads no model; make one without it")
+        return self._engine
 
     @property
     def config(self) -> EngineConfig:
@@ -240,7 +256,8 @@ class LLM:
 
     def close(self) -> None:
         """Free the device's memory. The LLM cannot be used afterwards."""
-        self.engine.close()
+        if self._engine is not None:
+            self._engine.close()
 
     def __enter__(self) -> Self:
         return self

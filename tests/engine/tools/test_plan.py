@@ -19,7 +19,7 @@ from tinyvllm.cli import main
 from tinyvllm.config import DEFAULT_MODEL, resolve
 from tinyvllm.engine.frontend import plan_engine
 from tinyvllm.engine.tools.plan import Plan
-from tinyvllm.errors import FormatError, ModelError, OutOfMemoryError
+from tinyvllm.errors import ArgumentError, FormatError, ModelError, OutOfMemoryError
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2,
@@ -226,12 +226,21 @@ def test_the_refusal_stays_where_there_is_no_memory_for_a_plan(sparse, monkeypat
 def test_the_command_prints_what_llm_plan_returns(sparse, capsys):
     assert main(["plan", str(sparse), "--device", "cpu", "--memory", "1G", "--max-num-seqs", "1", "--no-speed", "--json"]) == 1
     record = json.loads(capsys.readouterr().out)
-    plan = LLM.plan(sparse, device="cpu", memory=1 << 30, max_num_seqs=1, speed=False)
+    plan = LLM(sparse, device="cpu", memory=1 << 30, max_num_seqs=1, speed=False, plan=True).plan
     assert record == json.loads(json.dumps(plan.record()))
     assert record["sizes"]["best"] == dataclasses.asdict(plan.sizes.best)
     assert main(["plan", "--device", "cpu", "--no-speed", "--quantization", "q4_k_m"]) == 0
     text = capsys.readouterr().out
     assert "the most bits that fit: as in the file" in text and "norm_gate_up_silu" in text and "no speed is predicted" in text
+
+
+def test_an_llm_with_a_plan_has_no_engine(sparse):
+    with LLM(sparse, device="cpu", plan=True, memory="1G", speed=False, max_num_seqs=1) as llm:
+        assert llm.plan is not None and llm.plan.sizes.memory.available == 1 << 30
+        with pytest.raises(ArgumentError, match="plan=True, which loads no model"):
+            llm.generate("x")
+    with pytest.raises(ArgumentError, match="belong to plan=True"):
+        LLM(sparse, device="cpu", memory="1G")
 
 
 def test_help_loads_no_tinygrad():
