@@ -11,25 +11,45 @@ from typing import Any
 
 import pytest
 
+from tests.tiny import quantized, small_floats
 from tests.tiny.to_gguf import write_gguf
 from tests.weights import loopback_hub
 from tests.weights.loopback_hub import REPOS, Hub
 from tinyvllm import LLM
 
 ROOT = Path(__file__).parents[2]
+# Kinds whose small tensors say how matrices are held, and one that has none.
+QUANTIZED: dict[str, tuple[dict[str, Any], quantized.Quantize]] = {
+    "gptq": (quantized.gptq_settings(4, 32, desc_act=True), quantized.gptq(4, 32, index=quantized.shuffled)),
+    "hqq": (quantized.hqq_settings(), quantized.hqq(4, 64)),
+    "ct": (quantized.ct_settings("pack-quantized", 4, "group", 32), quantized.packed_ct(4, 32)),
+    "nf4": (small_floats.settings("bitsandbytes", load_in_4bit=True), small_floats.bitsandbytes(nested=True)),
+    "nvfp4": (quantized.ct_settings("nvfp4-pack-quantized", 4, "tensor_group", 16, type="float"), small_floats.nvfp4(mlx=False)),
+    "mlx": (quantized.mlx_settings(4, 64), quantized.mlx(4, 64)),
+}
 GOLDEN = ROOT / "tests" / "tiny" / "golden"
+PLANS = """
+import json, sys
+from tinyvllm import LLM
+from tinyvllm.weights import hub_headers
+hub_headers.FIRST, hub_headers._GAP = 1 << 12, 1 << 8  # less than a header: nothing but what is asked for is there
+print(json.dumps([LLM(name, device="cpu", memory=1 << 30, speed=False, plan=True).plan.record() for name in sys.argv[1:]]))
+"""
 PLAN = ("plan", "--device", "cpu", "--no-speed", "--memory", "1G", "--json")
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
-    """Repositories of a model in safetensors, the same quantized by name, and one with GGUF files and numbers of positions."""
+    """Repositories of a model in safetensors, quantized ones, and one with GGUF files and numbers of positions."""
     folder = tmp_path_factory.mktemp("files")
     plain = {path.name: path.read_bytes() for path in (GOLDEN / "llama2").iterdir() if path.suffix in (".json", ".safetensors")}
-    config = json.loads(plain["config.json"]) | {"quantization_config": {"quant_method": "gptq"}}
     write_gguf(GOLDEN / "llama3.1", folder / "m-Q8_0.gguf", "llama", "Q8_0")
     packed = {"m-Q8_0.gguf": (folder / "m-Q8_0.gguf").read_bytes()}
-    return {"org/real": plain, "org/gptq": plain | {"config.json": json.dumps(config).encode()}, "org/gguf": packed}
+    for kind, way in QUANTIZED.items():
+        (folder / kind).mkdir()
+        quantized.write(folder / kind, *way)
+    repos = {f"org/{kind}": {path.name: path.read_bytes() for path in (folder / kind / "quantized").iterdir()} for kind in QUANTIZED}
+    return {"org/real": plain, "org/gguf": packed} | repos
 
 
 @pytest.fixture
@@ -51,7 +71,7 @@ def record_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 def local(path: Path) -> dict[str, Any]:
-    return json.loads(json.dumps(LLM.plan(path, device="cpu", memory=1 << 30, speed=False).record()))
+    return json.loads(json.dumps(LLM(path, device="cpu", memory=1 << 30, speed=False, plan=True).plan.record()))
 
 
 def test_a_folder_is_planned_by_its_headers(hub: dict[str, str], tmp_path: Path) -> None:
@@ -70,10 +90,23 @@ def test_a_gguf_file_is_planned_by_its_header(hub: dict[str, str], tmp_path: Pat
     assert any(start > 0 and end - start < 1024 for _, start, end in Hub.ranges), "the tensor rope_freqs"
 
 
+def test_quantized_folders_are_planned_by_headers_and_small_tensors(
+    hub: dict[str, str], tmp_path: Path, files: dict[str, dict[str, bytes]]
+) -> None:
+    """As the folders themselves, whose plans are what is then loaded: tests/runner/test_outlined.py."""
+    names = [f"org/{kind}" for kind in QUANTIZED]
+    done = subprocess.run([sys.executable, "-c", PLANS, *names], capture_output=True, text=True, env=hub, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    for name, found in zip(names, json.loads(done.stdout), strict=True):
+        (tmp_path / name).mkdir(parents=True)
+        for file, data in files[name].items():
+            (tmp_path / name / file).write_bytes(data)
+        assert found == local(tmp_path / name) | {"model": name}
+    largest = max(end - start for name, start, end in Hub.ranges if name == "model.safetensors")
+    assert largest < 1 << 15, "matrices are not fetched"
+
+
 def test_what_cannot_be_planned_by_headers_is_one_line(hub: dict[str, str]) -> None:
-    done = planned(hub, "org/gptq")
-    assert done.returncode == 1 and "org/gptq is quantized" in done.stderr and "tinyvllm pull org/gptq" in done.stderr
-    assert "model.safetensors" not in Hub.fetched
     Hub.without_ranges = True
     done = planned(hub, "org/gguf")
     assert done.returncode == 1 and "it answers without ranges" in done.stderr and "tinyvllm pull org/gguf:m-Q8_0.gguf" in done.stderr

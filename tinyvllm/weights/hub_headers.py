@@ -1,7 +1,8 @@
 """The headers of a model on a hub, by range requests: files of the announced sizes, of which only the headers are there.
 
-Readers of checkpoints open them like any others, with all their checks; tensors read from them are zeros. Requests go through urllib, whose
-answers are read as far as they are needed: huggingface_hub would take a whole file from a server that ignores ranges.
+Readers of checkpoints open them like any others, with all their checks; tensors read from them are zeros, but for the small ones of
+quantized checkpoints that say how matrices are held: these are fetched, too. Requests go through urllib, whose answers are read as far as
+they are needed: huggingface_hub would take a whole file from a server that ignores ranges.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,14 +22,16 @@ from typing import IO
 
 from tinyvllm.errors import FormatError, ModelError
 from tinyvllm.foreign import MAX_JSON_BYTES, quoted
-from tinyvllm.weights.gguf import tensor_spans
+from tinyvllm.weights import gguf, safetensors
 from tinyvllm.weights.hub import hub_package
 from tinyvllm.weights.hub_files import HubFile, Pull
-from tinyvllm.weights.safetensors import MAX_HEADER, read_json_object
+from tinyvllm.weights.quantized.kinds import READ_AT_OPENING, is_quantized
 
 FIRST, MAX_GGUF_HEADER = 1 << 20, 256 << 20  # bytes of the first request; of the header of a GGUF file
 MAX_DESCRIPTIONS = 32  # JSON files
 SECONDS, TOTAL_SECONDS = 20.0, 120.0  # of silence, and of one header
+MAX_NUMBERS, MAX_REQUESTS, REQUESTS_AT_ONCE = 64 << 20, 4096, 16  # of the small tensors of a quantized checkpoint
+_GAP = 1 << 16  # bytes between two tensors that one request fetches with them
 _SPEAKER = "hub"
 _PIECE = 1 << 16
 _ROPE = "rope_*.weight"  # small tensors of GGUF files that belong to the description: models/llama.py reads their numbers
@@ -39,7 +43,8 @@ _SKIPPED = ("tokenizer*.json", "vocab*.json", "special_tokens_map.json", "added_
 def header_copies(pull: Pull) -> Iterator[Path]:
     """The path of a model that has the description and the headers of `pull`, while the context is open.
 
-    ModelError for what cannot be fetched, FormatError for a header beyond its limit.
+    ModelError for what cannot be fetched, and for a quantized checkpoint whose small tensors take more than MAX_REQUESTS or MAX_NUMBERS
+    bytes; FormatError for a header that is damaged or beyond its limit.
     """
     with tempfile.TemporaryDirectory(prefix="tinyvllm-headers-") as name:
         folder, source = Path(name), _Source(pull)
@@ -49,27 +54,21 @@ def header_copies(pull: Pull) -> Iterator[Path]:
             raise ModelError(f"{_SPEAKER}: {pull.repo} has {len(described)} JSON files, and at most {MAX_DESCRIPTIONS} are read")
         for file in described:
             _write(folder, file, source.start_of(file, _limited(file, MAX_JSON_BYTES)))
-        if pull.is_folder:
-            _require_floats(folder, pull)
+        quantized, small = pull.is_folder and is_quantized(folder), list[_Part]()
         for file in weights:
-            _write(folder, file, _gguf_header(source, file) if file.name.lower().endswith(".gguf") else _safetensors_header(source, file))
             if file.name.lower().endswith(".gguf"):
+                _write(folder, file, _gguf_header(source, file))
                 _write_rope(folder, source, file)
+                continue
+            header = _safetensors_header(source, file)
+            _write(folder, file, header)
+            small += _read_at_opening(file, header) if quantized else []
+        _write_numbers(folder, source, pull, small)
         yield folder if pull.is_folder else folder / Path(weights[0].name).name
 
 
 def _describes(name: str) -> bool:
     return name.endswith(".json") and "/" not in name and not any(fnmatchcase(name, pattern) for pattern in _SKIPPED)
-
-
-def _require_floats(folder: Path, pull: Pull) -> None:
-    """ModelError for a quantized checkpoint: numbers of its small tensors say how the matrices are stored, which headers do not."""
-    config = read_json_object(folder / "config.json", _SPEAKER) if (folder / "config.json").is_file() else {}
-    if "quantization_config" in config or "quantization" in config:
-        raise ModelError(
-            f"{_SPEAKER}: {pull.repo} is quantized, and its headers do not say all: `tinyvllm pull {pull.name}` and plan that, or give a "
-            "GGUF file of it"
-        )
 
 
 def _limited(file: HubFile, limit: int) -> int:
@@ -83,10 +82,46 @@ def _write_rope(folder: Path, source: _Source, file: HubFile) -> None:
     path = folder / Path(file.name).name
     with open(path, "r+b") as copy:
         header = copy.read(MAX_GGUF_HEADER if file.nbytes > MAX_GGUF_HEADER else file.nbytes)
-        for name, (start, nbytes) in (tensor_spans(path, header) or {}).items():
+        for name, (start, nbytes) in (gguf.tensor_spans(path, header) or {}).items():
             if fnmatchcase(name, _ROPE) and nbytes <= _MAX_ROPE and start + nbytes <= file.nbytes:
                 copy.seek(start)
                 copy.write(source.read(file, start, nbytes))
+
+
+_Part = tuple[HubFile, int, int]  # a file, the first byte, the number of bytes
+
+
+def _read_at_opening(file: HubFile, header: bytes) -> list[_Part]:
+    """The parts of a file with the small tensors that readers of quantized checkpoints read, neighbours together."""
+    spans = safetensors.tensor_spans(Path(file.name), header)
+    parts = list[_Part]()
+    for start, nbytes in sorted(span for name, span in spans.items() if name.rsplit(".", 1)[-1] in READ_AT_OPENING):
+        end = start + nbytes
+        if end > file.nbytes:
+            raise FormatError(f"{_SPEAKER}: {file.name} has {file.nbytes} bytes, and its tensors need {end}; it is truncated")
+        if parts and start - sum(parts[-1][1:]) <= _GAP:
+            start = parts.pop()[1]
+        parts.append((file, start, end - start))
+    return parts
+
+
+def _write_numbers(folder: Path, source: _Source, pull: Pull, parts: list[_Part]) -> None:
+    """The parts into the holes."""
+    size = sum(nbytes for _, _, nbytes in parts)
+    if len(parts) > MAX_REQUESTS or size > MAX_NUMBERS:
+        raise ModelError(
+            f"{_SPEAKER}: {pull.repo} is quantized, and what says how its matrices are held is {size} bytes in {len(parts)} places, more "
+            f"than {MAX_NUMBERS} or {MAX_REQUESTS}: `tinyvllm pull {pull.name}` and plan that, or give a GGUF file of it"
+        )
+    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+        try:
+            for (file, start, _), data in zip(parts, pool.map(lambda part: source.read(*part), parts), strict=True):
+                with open(folder / Path(file.name).name, "r+b") as copy:
+                    copy.seek(start)
+                    copy.write(data)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _write(folder: Path, file: HubFile, data: bytes) -> None:
@@ -103,14 +138,14 @@ def _safetensors_header(source: _Source, file: HubFile) -> bytes:
     """The length and the header; less where the file is shorter than it says, as its reader reports."""
     data = source.start_of(file, min(file.nbytes, FIRST))
     length = 8 + int.from_bytes(data[:8], "little")
-    if length - 8 > MAX_HEADER:
+    if length - 8 > safetensors.MAX_HEADER:
         return data
     return data if length <= len(data) else source.start_of(file, min(file.nbytes, length), data)
 
 
 def _gguf_header(source: _Source, file: HubFile) -> bytes:
     data = source.start_of(file, min(file.nbytes, FIRST))
-    while tensor_spans(Path(file.name), data) is None and len(data) < file.nbytes:
+    while gguf.tensor_spans(Path(file.name), data) is None and len(data) < file.nbytes:
         if len(data) >= MAX_GGUF_HEADER:
             raise FormatError(f"{_SPEAKER}: {file.name} has a header of more than {MAX_GGUF_HEADER} bytes; it is corrupt")
         data = source.start_of(file, min(file.nbytes, 2 * len(data)), data)

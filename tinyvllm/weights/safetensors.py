@@ -42,6 +42,16 @@ def read_safetensors(path: Path) -> dict[str, TensorRecord]:
     return {name: TensorRecord(name, kind, shape, body[begin:end]) for begin, end, name, kind, shape in spans}
 
 
+def tensor_spans(path: Path, data: bytes) -> dict[str, tuple[int, int]]:
+    """First byte and bytes of each tensor of a file that begins with `data`. FormatError for a damaged header and for less than all of it.
+
+    Nothing is compared with the size of the file.
+    """
+    header, start = _read_header(path, np.frombuffer(data, np.uint8))
+    spans = [_check_entry(path, name, entry) for name, entry in header.items() if name != "__metadata__"]
+    return {name: (start + begin, end - begin) for begin, end, name, _, _ in spans}
+
+
 def read_sharded(index: Path) -> dict[str, TensorRecord]:
     """The tensors of all shards that an index file names; every shard must exist and have the tensors that the index lists for it."""
     weight_map = _read_weight_map(index)

@@ -34,6 +34,7 @@ _MAX_STATE = 1 << 16  # bytes of JSON; published ones have 200
 _FORMATS = {"nf4": "NF4", "fp4": "BNB_FP4"}
 _PARTS = ("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map")
 _GROUP = 64
+READ_AT_OPENING = ("quant_map", "weight_format", *(f"bitsandbytes__{kind}" for kind in _FORMATS))  # see kinds.py
 
 
 def tensors(settings: Fields, stored: Mapping[str, TensorRecord]) -> dict[str, Record]:

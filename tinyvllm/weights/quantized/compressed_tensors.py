@@ -29,6 +29,7 @@ from tinyvllm.weights.quantized.notes import RUN_TIME
 _PACKED = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx")
 _PLAIN = ("weight", "weight_scale", "weight_zero_point")
 _STRATEGIES = ("tensor", "channel", "group")
+READ_AT_OPENING = ("weight_shape", "weight_g_idx", "weight_global_scale")  # see kinds.py
 
 
 Matrix = Callable[[str, Mapping[str, TensorRecord], list[Scheme]], BuiltRecord]

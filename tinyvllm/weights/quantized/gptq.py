@@ -21,6 +21,7 @@ from tinyvllm.weights.quantized.integers import Integers, Rows, equal_groups, fl
 BITS = (2, 3, 4, 8)
 _VERSIONS = {"gptq": 1, "gptq_v2": 0}  # what is added to the stored zero points
 _SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
+READ_AT_OPENING = ("g_idx",)  # see kinds.py
 
 
 def tensors(settings: Fields, stored: Mapping[str, TensorRecord]) -> dict[str, Record]:

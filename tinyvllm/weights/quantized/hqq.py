@@ -21,7 +21,7 @@ from tinyvllm.weights.quantized.checks import MAX_GROUP, own_tensors, part, refu
 from tinyvllm.weights.quantized.integers import Integers, Rows, equal_groups, float32_of, floats_of
 
 _RUNS = {8: 1, 6: 1, 5: 1, 4: 2, 3: 10, 2: 4, 1: 8}  # of numbers that share a byte, or a word of 32 bits
-_SETTINGS = (
+SETTINGS = (  # small tensors
     "nbits", "group_size", "axis", "shape", "packing", "quant_scale", "quant_zero", "view_as_float", "unpack_view_dtype", "compute_dtype",
     "channel_wise", "optimize", "round_zero", "offload_meta", "encoded_state_dict", "stores_quant_config",
 )  # fmt: skip
@@ -60,7 +60,7 @@ class _Packing:
 def tensors(settings: Fields, stored: Mapping[str, TensorRecord]) -> dict[str, Record]:
     """The tensors of a model: each `X.weight` in place of `X.W_q` and what belongs to it."""
     usual = _usual(settings)
-    modules, rest = own_tensors(settings, stored, ("W_q", "scale", "zero", *_SETTINGS))
+    modules, rest = own_tensors(settings, stored, ("W_q", "scale", "zero", *SETTINGS))
     return rest | {f"{stem}.weight": _matrix(stem, stored, usual) for stem in modules}
 
 
@@ -74,7 +74,7 @@ def _usual(settings: Fields) -> Fields:
 
 
 def _matrix(stem: str, stored: Mapping[str, TensorRecord], usual: Fields) -> BuiltRecord:
-    own = {name: _integers(stored[f"{stem}.{name}"]) for name in _SETTINGS if f"{stem}.{name}" in stored}
+    own = {name: _integers(stored[f"{stem}.{name}"]) for name in SETTINGS if f"{stem}.{name}" in stored}
     values = Fields(dict(usual.values) | {name: value[0] for name, value in own.items() if len(value) == 1}, where=f"hqq: {quoted(stem)}")
     for name in ("quant_scale", "quant_zero"):
         if values.get(name):

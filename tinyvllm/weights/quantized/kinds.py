@@ -4,7 +4,7 @@ A new kind is a row of KINDS and a file. Its function takes the settings (`quant
 files, and returns the tensors that a model asks for: where the file has `X.qweight` and `X.scales`, it returns a BuiltRecord `X.weight`;
 what is not quantized stays as it is. It decides by the tensors that are there: patterns of module names in the settings are not evaluated,
 because a regular expression from a file may take forever. It raises a ModelError for what it does not support, by name, and a FormatError
-where settings and tensors contradict each other. It may read headers and index tensors; `BuiltRecord.build` reads weights.
+where settings and tensors contradict each other. It may read headers and the tensors of READ_AT_OPENING; `BuiltRecord.build` reads weights.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ KINDS: dict[str, Kind] = {
     "mxfp4": mxfp4.tensors,
     **dict.fromkeys(modelopt.METHODS, modelopt.tensors),
 }
+# The last parts of the names of tensors whose numbers say how matrices are held. Biases of zeros are left out (notes.py).
+READ_AT_OPENING = frozenset(
+    ("bias", *gptq.READ_AT_OPENING, *compressed_tensors.READ_AT_OPENING, *bitsandbytes.READ_AT_OPENING, *hqq.SETTINGS)
+)
 _MLX = "quantization"  # mlx-lm copies it as quantization_config, without a quant_method
 _KEYS = ("quantization_config", "compression_config")
 # of older checkpoints and of modelopt, next to config.json
@@ -54,6 +58,12 @@ def read_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         if (folder / name).is_file():
             return config | {"quantization_config": {"quant_method": kind} | read_json_object(folder / name, "checkpoint")}
     return config
+
+
+def is_quantized(folder: Path) -> bool:
+    """Whether the description of a folder is that of a quantized checkpoint. Errors of its JSON files."""
+    config = read_json_object(folder / "config.json", "checkpoint") if (folder / "config.json").is_file() else {}
+    return _settings_key(read_quantization(folder, config)) is not None
 
 
 def _settings_key(config: Mapping[str, Any]) -> str | None:
