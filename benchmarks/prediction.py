@@ -2,7 +2,7 @@
 
     python -m benchmarks.prediction [MODEL] [--quantization Q] [--sequences N]
 
-On a quiet machine: the roof is measured again at the start. The goals are 2% of the bytes and 15% of the speeds.
+On a quiet machine. The goals are 2% of the bytes and 15% of the speeds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8)
     chosen = parser.parse_args()
     options = {"quantization": chosen.quantization, "max_num_seqs": chosen.sequences, "enable_prefix_caching": False}
-    plan = plan_engine(resolve(chosen.model, **options), measure=True)
+    plan = plan_engine(resolve(chosen.model, **options))
     if plan.speed is None:
         parser.error(f"no speed is predicted: {plan.unpredicted}")
     context = plan.speed.context

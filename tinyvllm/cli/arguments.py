@@ -201,8 +201,14 @@ def _plan_parser() -> Parser:
     )
     own: tuple[Option, ...] = (
         ("--memory", {"metavar": "SIZE", "default": None, "help": "plan for this much free memory, such as 16G; default: this machine's"}),
-        ("--speed", {"action": argparse.BooleanOptionalAction, "default": True, "help": "predict tokens a second by measured roofs"}),
-        ("--measure", {"action": "store_true", "default": False, "help": "measure the roofs again; default: once a machine"}),
+        (
+            "--speed",
+            {
+                "action": argparse.BooleanOptionalAction,
+                "default": True,
+                "help": "predict tokens a second: runs steps without weights",
+            },
+        ),
         ("--json", {"action": "store_true", "default": False, "help": "all figures as one JSON object"}),
     )
     _add(parser, "plan", own)

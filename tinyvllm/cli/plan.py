@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> int:
     memory = None if options.memory is None else parse_size("--memory", options.memory)
     from tinyvllm.engine.frontend import plan_engine
 
-    plan = plan_engine(config, memory, options.speed, options.measure)
+    plan = plan_engine(config, memory, options.speed)
     print(json.dumps(plan.record()) if options.json else "\n".join(lines_of(plan)))
     return 0 if plan.sizes.refusal is None else 1
 

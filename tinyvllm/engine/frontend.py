@@ -65,12 +65,12 @@ def open_energy(config: EngineConfig) -> EngineEnergy | None:
     return EngineEnergy(open_account(choose_device(config.device)))
 
 
-def plan_engine(config: EngineConfig, memory: int | None = None, speed: bool = True, measure: bool = False) -> Plan:
+def plan_engine(config: EngineConfig, memory: int | None = None, speed: bool = True) -> Plan:
     """What the engine of a configuration takes, which kernels it runs and how fast: engine/tools/plan.py. Nothing is loaded."""
     from tinyvllm.engine.tools.plan import make_plan
 
     with DEVICE_LOCK:
-        return make_plan(config, memory, speed, measure)
+        return make_plan(config, memory, speed)
 
 
 def plan_memory(config: EngineConfig, memory: int | None = None, limit: str = "--memory") -> Sizes:

@@ -115,21 +115,26 @@ def kernels_of_steps(model: Any, caches: list[LayerCache], constants: dict[str, 
 
     Layers that launch the same kernels in the first batch count as one: most models have one kind of layer, some two.
     """
-    blocks, found = model.blk, dict[Kernel, None]()
+    found, distinct = dict[Kernel, None](), list[int]()
+    for batch in batches:
+        distinct = distinct or list(dict.fromkeys(layer_kinds(model, caches, constants, batch)))
+        found |= dict.fromkeys(_kernels_of(model, caches, constants, batch, distinct))
+    return list(found)
 
-    def kernels(batch: Batch, layers: list[int]) -> list[Kernel]:
-        model.blk = [blocks[layer] for layer in layers]
+
+def layer_kinds(model: Any, caches: list[LayerCache], constants: dict[str, Any], batch: Batch) -> list[int]:
+    """Of each layer of the model the first one that launches the same kernels for this batch."""
+    kinds = [tuple(_kernels_of(model, caches, constants, batch, [layer])) for layer in range(len(model.blk))]
+    return [kinds.index(kind) for kind in kinds]
+
+
+def _kernels_of(model: Any, caches: list[LayerCache], constants: dict[str, Any], batch: Batch, layers: list[int]) -> list[Kernel]:
+    """What the model would launch for a batch if it had only these of its layers."""
+    blocks = model.blk
+    model.blk = [blocks[layer] for layer in layers]
+    try:
         with collecting_kernels() as launched:
             model.forward_batch(batch, [caches[layer] for layer in layers], **constants)
-        return launched
-
-    distinct: list[int] | None = None
-    try:
-        for batch in batches:
-            if distinct is None:
-                kinds = [tuple(kernels(batch, [layer])) for layer in range(len(blocks))]
-                distinct = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-            found |= dict.fromkeys(kernels(batch, distinct))
     finally:
         model.blk = blocks
-    return list(found)
+    return launched

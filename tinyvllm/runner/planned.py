@@ -21,9 +21,6 @@ from tinyvllm.runner.prepare import Shape, StepInputs
 from tinyvllm.runner.roof import ProductRate, Roof, measured_roof
 
 LAYER_LAUNCHES, STEP_LAUNCHES = 5, 4  # of kernels: docs/kernels.md
-# Seconds of the engine's own work in a step of decodes, and for each sequence, where the device does not run meanwhile: the benchmark of
-# speculation has 122 us with one sequence and 1,074 with 64 (Python 3.11, Zen 5).
-HOST_STEP, HOST_SEQUENCE = 107e-6, 15e-6
 
 
 @dataclass(frozen=True)
@@ -109,23 +106,16 @@ def streamed_matrices(held: Iterable[Held]) -> list[Matrices]:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Predicted seconds of steps, from the roof of the machine; `host_waits` adds the host's own work to those of decodes."""
+    """Seconds of prompts by the roof of the machine. No step reads its matrices faster, and attention is as fast as the fastest product."""
 
     roof: Roof
     matrices: list[Matrices]
     kv_token_bytes: int
     layers: int
     attention_width: int  # query heads times their dimension
-    host_waits: bool = False  # the device and the host take turns
-
-    def decode(self, sequences: int, context: int) -> float:
-        """Seconds of a step that decodes one token of each of `sequences` sequences of `context` tokens."""
-        products = sum(self._products(one, one.numbers, sequences) for one in self.matrices)
-        host = HOST_STEP + sequences * HOST_SEQUENCE if self.host_waits else 0.0
-        return products + sequences * context * self.kv_token_bytes / self.roof.bandwidth + self._launches + host
 
     def prompt(self, tokens: int, depth: float = 0) -> float:
-        """Seconds of the prefill of `tokens` tokens after `depth` others in one step: attention as fast as the fastest product."""
+        """Seconds of the prefill of `tokens` tokens after `depth` others in one step."""
         products = 0.0
         for one in self.matrices:
             products += self._products(one, one.numbers - one.head, tokens) + self._products(one, one.head, 1)
@@ -150,7 +140,7 @@ def measured_times(matrices: list[Matrices], opened: OpenedModel, again: bool = 
     """The times of the steps of a model by the machine's roof, measured if need be or with `again`. Errors of `measured_roof`."""
     c, kv_token, device = opened.config, opened.block_bytes // opened.block_size, opened.plan.placement.device
     roof = measured_roof(device, rated_formats(matrices), round(sum(one.nbytes * one.share for one in matrices)), again)
-    return StepTimes(roof, matrices, kv_token, c.num_blocks, c.n_heads * c.head_dim, opened.plan.placement.is_cpu)
+    return StepTimes(roof, matrices, kv_token, c.num_blocks, c.n_heads * c.head_dim)
 
 
 def rated_formats(matrices: Iterable[Matrices]) -> list[str]:

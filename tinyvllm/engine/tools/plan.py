@@ -15,7 +15,7 @@ from tinyvllm.config import EngineConfig, cache_folder
 from tinyvllm.engine.drafter_memory import drafter_memory
 from tinyvllm.engine.tools.hub_choice import Choice, choose_pull
 from tinyvllm.engine.tools.plan_sizes import Sizes, make_sizes, open_sizes
-from tinyvllm.errors import KernelError, ToolchainError
+from tinyvllm.errors import KernelError, OutOfMemoryError, ToolchainError
 from tinyvllm.runner.device import start_device
 
 if TYPE_CHECKING:
@@ -58,15 +58,15 @@ class Plan:
         return {**asdict(self), "sizes": {**sizes, "best": None if best is None else asdict(best)}}
 
 
-def make_plan(config: EngineConfig, memory: int | None = None, speed: bool = True, measure: bool = False) -> Plan:
+def make_plan(config: EngineConfig, memory: int | None = None, speed: bool = True) -> Plan:
     """The plan of a configuration, on this machine or on one with `memory` free bytes.
 
-    With `speed` the roof is measured if this machine has none yet, with `measure` in any case. ArgumentError, ModelError and FormatError as
+    With `speed` some steps are run without the model's weights, which takes seconds. ArgumentError, ModelError and FormatError as
     an engine raises them; too little memory is no error but part of the plan. Of a model on a hub only the headers are fetched.
     """
     config, available, limit = on_device(config, memory)
     with _local(config, available, limit) as (name, local):
-        return _plan(name, local, available, limit, speed, measure)
+        return _plan(name, local, available, limit, speed)
 
 
 def plan_sizes(config: EngineConfig, memory: int | None = None, limit: str = "--memory") -> Sizes:
@@ -109,7 +109,7 @@ def _local(config: EngineConfig, available: int, limit: str) -> Iterator[tuple[s
         yield pull.name, replace(config, model=str(path), revision=None)
 
 
-def _plan(name: str, config: EngineConfig, available: int, limit: str, speed: bool, measure: bool) -> Plan:
+def _plan(name: str, config: EngineConfig, available: int, limit: str, speed: bool) -> Plan:
     from tinyvllm.runner.opened import open_model
     from tinyvllm.runner.planned import architecture_of_model, bytes_by_format, planned_kernels
 
@@ -118,23 +118,25 @@ def _plan(name: str, config: EngineConfig, available: int, limit: str, speed: bo
     held = opened.outline().held  # last: the kernels are those of the model with these weights
     blocks, longest = (1, sizes.wanted_context) if sizes.start is None else (sizes.start.num_blocks, sizes.start.max_model_len)
     kernels = planned_kernels(config, opened, blocks, longest)
-    predicted, reason = _predicted(config, opened, held, kernels, longest, measure) if speed else (None, "it was switched off")
+    predicted, reason = _predicted(config, opened, held, kernels, longest) if speed else (None, "it was switched off")
     return Plan(name, config.device, architecture_of_model(opened), bytes_by_format(held), sizes, kernels, predicted, reason)
 
 
 def _predicted(
-    config: EngineConfig, opened: OpenedModel, held: list[Held], kernels: list[KernelChoice], longest: int, measure: bool
+    config: EngineConfig, opened: OpenedModel, held: list[Held], kernels: list[KernelChoice], longest: int
 ) -> tuple[Speed | None, str | None]:
     """Tokens a second, or why they cannot be predicted."""
-    from tinyvllm.runner.planned import measured_times, runs_by_reference, streamed_matrices
+    from tinyvllm.runner.memory import read_bandwidth
+    from tinyvllm.runner.planned import runs_by_reference
+    from tinyvllm.runner.rehearsed import rehearsed_seconds
 
     if slow := runs_by_reference(kernels):
         return None, f"the reference runs {', '.join(slow)}, many times slower than kernels"
-    try:
-        steps = measured_times(streamed_matrices(held), opened, measure)
-    except (KernelError, ToolchainError) as error:
-        return None, str(error)
     context, sequences = min(SPEED_TOKENS, longest), config.max_num_seqs
     tokens = min(context, config.max_num_batched_tokens)
-    together = sequences / steps.decode(sequences, context)
-    return Speed(context, 1 / steps.decode(1, context), sequences, together, tokens / steps.prompt(tokens), steps.roof.bandwidth), None
+    try:
+        step = rehearsed_seconds(config, opened, held, sequences, context, tokens)
+        bandwidth = read_bandwidth(config.device)
+    except (KernelError, ToolchainError, OutOfMemoryError) as error:
+        return None, str(error)
+    return Speed(context, 1 / step.decode, sequences, sequences / step.decode_all, tokens / step.prompt, bandwidth), None
