@@ -15,7 +15,7 @@ from tinyvllm import LLM, SamplingParams
 
 @pytest.fixture(scope="module")
 def llm(tiny_model: Path) -> Iterator[LLM]:
-    with LLM(tiny_model, num_blocks=64, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256) as llm:
+    with LLM(tiny_model, num_blocks=64, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256, speculative_config="off") as llm:
         yield llm
 
 
