@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.server import browser
-from tests.server.chat_page import answers, fill, needs_browser, say, settled
+from tests.server.chat_page import alt, answers, fill, needs_browser, say, settled
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "tinyvllm" / "server" / "page"
@@ -61,6 +61,20 @@ def test_stopping_ends_the_work(page: browser.Browser) -> None:
 
 
 @needs_browser
+def test_every_button_is_reached_on_a_narrow_screen(page: browser.Browser) -> None:
+    """Of a telephone, 320 points wide; a panel leaves the header and the form free."""
+    page.picture(320, 640)
+    page.wait("innerWidth === 320")
+    beyond = "[...document.querySelectorAll('header > *')].filter(e => e.getBoundingClientRect().right > innerWidth).map(e => e.id)"
+    assert page.run(beyond) == [] and page.run("document.documentElement.scrollWidth") == 320
+    alt(page, "s")
+    edges = page.run("""['#settings', '#middle'].map(name => { const e = document.querySelector(name).getBoundingClientRect();
+        return [e.top, e.bottom, e.right]; })""")
+    assert edges[0] == edges[1]
+    alt(page, "s")
+    page.call("Emulation.clearDeviceMetricsOverride")
+
+
 def test_settings_are_sent(page: browser.Browser) -> None:
     answers(page, "ok")
     for field, value in {"temperature": "0.5", "top_k": "7", "seed": "3", "stop": "END"}.items():
