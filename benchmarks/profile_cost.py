@@ -1,23 +1,28 @@
 """What `--profile` costs: decode steps with and without a trace in turn, within one process. The goal is less than 2%.
 
     python -m benchmarks.profile_cost [--model PATH | --shape tinyllama-1.1b] [--batches 1,8]
+    TINYVLLM_THREADS=1 python -m benchmarks.profile_cost --processor-seconds       # where other processes run, too
 
 A round is a multiple of the steps between two samples of kernels, so that it has its share of them, and of the writes to the file. `again`
 are rounds without a trace, too: how far they are from the others is the noise of the machine. Without a trace there is nothing to measure:
-no observer is installed, which tests/engine/tools/test_trace.py checks, as it does the number of calls in a step with one.
+no observer is installed, which tests/engine/tools/test_trace.py checks, as it does the number of calls in a step with one. Threads of a
+pool that wait for each other spend processor seconds, too: one thread has none of that.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
 from benchmarks.compare.child import prompt
-from benchmarks.harness import Round, Spread, one_round, record, spread, table, take_turns
+from benchmarks.harness import Round, Spread, record, spread, table, take_turns
 from benchmarks.latency import ROUND_SECONDS, load_model, model_arguments, model_name, numbers
+from tinyvllm.backends.cpu.threads import num_threads_wanted
 from tinyvllm.engine.tools.stepping import Stepping
 from tinyvllm.engine.tools.trace import SAMPLE_EVERY, SAMPLE_EVERY_GPU
 from tinyvllm.engine.tools.trace_output import TraceFile
@@ -34,14 +39,19 @@ class Rounds:
     batch: int
     path: Path
     count: int
+    clock: Callable[[], float]
 
     def without(self) -> float:
-        self.begin()
-        return one_round(lambda: self.stepping.steps(self.count)).seconds
+        return self._timed(lambda: self.stepping.steps(self.count))
 
     def traced(self) -> float:
+        return self._timed(self._traced_steps)
+
+    def _timed(self, run: Callable[[], None]) -> float:
         self.begin()
-        return one_round(self._traced_steps).seconds
+        start = self.clock()
+        run()
+        return self.clock() - start
 
     def begin(self) -> None:
         self.stepping.begin_tuned([prompt(CONTEXT, number) for number in range(self.batch)], 2)
@@ -52,10 +62,10 @@ class Rounds:
         stop_trace(self.stepping.engine, trace)
 
 
-def rounds_of(stepping: Stepping, batch: int, path: Path) -> Rounds:
+def rounds_of(stepping: Stepping, batch: int, path: Path, clock: Callable[[], float]) -> Rounds:
     """Rounds of about ROUND_SECONDS; both kinds have run once."""
     every = SAMPLE_EVERY_GPU if stepping.engine.runner.overlaps else SAMPLE_EVERY
-    rounds = Rounds(stepping, batch, path, every)
+    rounds = Rounds(stepping, batch, path, every, clock)
     rounds.traced()
     count = round(ROUND_SECONDS / rounds.without())
     rounds.count = every * max(1, min(count, (LONGEST - CONTEXT) // every - 1))
@@ -71,14 +81,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="the cost of a trace, in seconds of a step")
     model_arguments(parser)
     parser.add_argument("--batches", type=numbers, default=[1, 8])
+    parser.add_argument("--processor-seconds", action="store_true", help="of this process, instead of those on the clock")
     options = parser.parse_args()
+    clock = time.process_time if options.processor_seconds else time.perf_counter
     most = max(options.batches)
     llm = load_model(options, max_model_len=LONGEST, max_num_seqs=most, num_blocks=most * (LONGEST // 16 + 1))
     stepping, rows, figures = Stepping(llm), list[list[object]](), list[dict[str, object]]()
     spreads: list[Spread] = []
     with TemporaryDirectory() as folder:
         for batch in options.batches:
-            rounds = rounds_of(stepping, batch, Path(folder) / "trace.json")
+            rounds = rounds_of(stepping, batch, Path(folder) / "trace.json", clock)
             timed = take_turns({"without": rounds.without, "with": rounds.traced, "again": rounds.without}, options.rounds)
             each = {name: spread(some).divided(rounds.count) for name, some in timed.items()}
             cost, noise = ratio(timed, "with"), ratio(timed, "again")
@@ -88,7 +100,8 @@ def main() -> None:
                             "us_without": round(steps[0], 1), "us_with": round(steps[1], 1)})  # fmt: skip
             spreads += each.values()
     print(table(["", "steps", "us without", "us with", "cost", "noise"], rows))
-    record("profile_cost", {"model": model_name(options), "runs": figures}, spreads)
+    known = {"model": model_name(options), "clock": clock.__name__, "threads": num_threads_wanted()}
+    record("profile_cost", known | {"runs": figures}, () if options.processor_seconds else spreads)
 
 
 if __name__ == "__main__":
