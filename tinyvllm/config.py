@@ -396,7 +396,7 @@ def _parse_selftest(name: str, text: str) -> str:
     return text
 
 
-def _parse_count(name: str, text: str) -> int:
+def parse_count(name: str, text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 64:
         raise ArgumentError(f"{name} must be a number from 1 to 64, got {text!r}")
     return int(text)
@@ -417,7 +417,7 @@ SWITCHES: tuple[Switch, ...] = (
     ),
     Switch("TINYVLLM_AUTOTUNE", "0 to use every kernel's default work split, instead of timing candidates while idle", _parse_switch),
     Switch("TINYVLLM_SELFTEST", "off to start without the self-test of kernels, always to test at every start", _parse_selftest),
-    Switch("TINYVLLM_THREADS", "threads of the CPU kernels; default the physical cores", _parse_count),
+    Switch("TINYVLLM_THREADS", "threads of the CPU kernels; default the fast cores that affinity and quotas leave", parse_count),
     Switch("TINYVLLM_DEVICE", "the default device: auto, CPU, METAL, CUDA, CUDA:1, ...", parse_device),
     Switch("TINYVLLM_API_KEY", "a key that `serve` requires and `chat --url` sends, out of the process list", lambda name, text: text),
 )

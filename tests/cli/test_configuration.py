@@ -330,13 +330,13 @@ def test_events_are_of_one_model(write: Write, tiny_model: Path, capsys: pytest.
 
 
 def test_switches_keep_their_meaning(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two that are also options are their variables, and do nothing to commands without a file that they did not do before."""
+    """The three that are also options are their variables, and do nothing to commands without a file that they did not do before."""
     keys = {key for command in CONFIGURABLE for key in definitions(PARSERS[command]())}
-    assert {key for key in keys if switch_of(key)} == {"device", "api-key"}, (
+    assert {key for key in keys if switch_of(key)} == {"device", "api-key", "threads"}, (
         "a new option has the name of a switch: see docs/configuration.md"
     )
     variables = [{d.variable for d in definitions(PARSERS[command]()).values()} for command in CONFIGURABLE]
-    assert set().union(*variables) & {switch.name for switch in SWITCHES} == {"TINYVLLM_DEVICE", "TINYVLLM_API_KEY"}
+    assert set().union(*variables) & {switch.name for switch in SWITCHES} == {"TINYVLLM_DEVICE", "TINYVLLM_API_KEY", "TINYVLLM_THREADS"}
     monkeypatch.setenv("TINYVLLM_DEVICE", "CPU")
     monkeypatch.setenv("TINYVLLM_API_KEY", "from-environment")
     assert not hasattr(parse(["--prompt", "x"])[1], "device") and parse(["chat"])[1].api_key is None

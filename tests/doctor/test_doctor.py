@@ -19,6 +19,7 @@ import pytest
 from tests.test_host_memory import V1, V2, write_group, write_proc
 from tinyvllm.backends import selftest
 from tinyvllm.backends.cases import case_of
+from tinyvllm.backends.cpu.cores import Cores, quota
 from tinyvllm.backends.cuda.plan import GPU
 from tinyvllm.cli import main
 from tinyvllm.doctor import devices, kernels, system
@@ -50,7 +51,8 @@ def machine(tmp_path: Path) -> Machine:
     cache = tmp_path / "cache"
     return Machine(
         proc=proc, sysfs=tmp_path / "sys", environ={"TINYVLLM_CACHE": str(cache)}, system="linux", macos="", python=(3, 12, 1),
-        version_of=lambda name: system.TINYGRAD, limit=lambda which: UNLIMITED, load=unavailable, cores=lambda: 4,
+        version_of=lambda name: system.TINYGRAD, limit=lambda which: UNLIMITED, load=unavailable,
+        cores=lambda proc, sysfs: Cores(4, 4, 4, quota(proc, sysfs / "fs" / "cgroup")),
         choose=lambda device: "CPU" if device == "auto" else device, free_bytes=lambda folder: 100 << 30,
     )  # fmt: skip
 
@@ -89,33 +91,20 @@ def test_tinygrad(machine):
 
 
 def test_cores(machine):
-    assert "4 physical cores may be used, 4 threads" in one(system.check_cores, machine, Status.OK).text
+    assert one(system.check_cores, machine, Status.OK).text == "4 physical cores; 4 threads run CPU kernels"
     threads = machine.environ | {"TINYVLLM_THREADS": "6"}
     assert "TINYVLLM_THREADS=4" in one(system.check_cores, machine, Status.WARNING, environ=threads).advice
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_quota_of_cores(machine, version):
-    folder = machine.cgroups / ("cpu/a" if version == 1 else "a")
-    folder.mkdir(parents=True)
-
-    def write(quota: str) -> None:
-        if version == 2:
-            (folder / "cpu.max").write_text(f"{quota} 100000\n")
-        else:
-            (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
-            (folder / "cpu.cfs_period_us").write_text("100000\n")
-
-    if version == 1:
-        (machine.proc / "self" / "cgroup").write_text("3:cpu,cpuacct:/a\n")
-    write("250000")
-    finding = one(system.check_cores, machine, Status.WARNING)
-    assert "the control group's quota is 2.5 cores" in finding.text and "TINYVLLM_THREADS=2" in finding.advice
-    fewer = machine.environ | {"TINYVLLM_THREADS": "2"}
-    one(system.check_cores, machine, Status.OK, environ=fewer)
-    for none in ("400000", "max" if version == 2 else "-1"):
-        write(none)
-        one(system.check_cores, machine, Status.OK)
+def test_a_quota_of_cores(machine):
+    (machine.cgroups / "a").mkdir(parents=True)
+    (machine.cgroups / "a" / "cpu.max").write_text("250000 100000\n")
+    assert one(system.check_cores, machine, Status.OK).text.endswith("the control group's quota is 2.5 cores; 2 threads run CPU kernels")
+    more = machine.environ | {"TINYVLLM_THREADS": "3"}
+    finding = one(system.check_cores, machine, Status.WARNING, environ=more)
+    assert "quota is 2.5 cores; 3 threads" in finding.text and "TINYVLLM_THREADS=2" in finding.advice
+    (machine.cgroups / "a" / "cpu.max").write_text("50000 100000\n")
+    assert one(system.check_cores, machine, Status.WARNING).advice == "raise the quota"
 
 
 def test_memory(machine, tmp_path):

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Sequence
 
 from tinyvllm.cli.arguments import parse
+from tinyvllm.config import parse_count
 from tinyvllm.errors import OutOfMemoryError, TinyvllmError
 from tinyvllm.host_memory import headroom, is_out_of_memory, limit_arenas, require_start
 
@@ -55,6 +56,8 @@ def _parsed(arguments: list[str]) -> tuple[str | None, argparse.Namespace]:
 def _run(command: str, options: argparse.Namespace) -> int:
     require_start()
     limit_arenas()
+    if (threads := getattr(options, "threads", None)) is not None:
+        os.environ["TINYVLLM_THREADS"] = str(parse_count("--threads", str(threads)))  # also for the processes that the command starts
     module = importlib.import_module(f"tinyvllm.cli.{command.replace('-', '_')}")  # a command has a file of its name
     code: int = module.run(options)
     return code

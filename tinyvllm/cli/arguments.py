@@ -23,6 +23,7 @@ from tinyvllm.cli.options import (
     SHORT,
     SKIP_TOKENIZER,
     STRUCTURE_OPTIONS,
+    THREADS,
     Option,
     engine_options_among,
     engine_options_except,
@@ -92,6 +93,12 @@ def _add(parser: Parser, title: str, table: Sequence[Option]) -> None:
         group.add_argument(*flags, **{"default": argparse.SUPPRESS, **settings})
 
 
+def _add_engine(parser: Parser, title: str, table: Sequence[Option]) -> None:
+    """Options of an engine, and those of its process."""
+    _add(parser, title, table)
+    _add(parser, "process", (THREADS,))
+
+
 def _plain(command: str, description: str, epilog: str | None = None) -> Parser:
     """A command without --config."""
     name = "tinyvllm" if command == "generate" else f"tinyvllm {command}"
@@ -140,7 +147,7 @@ def _generate_parser() -> Parser:
         ),
     )
     _add(parser, "output", more)
-    _add(parser, "engine", (*ENGINE_OPTIONS, *ADAPTERS))
+    _add_engine(parser, "engine", (*ENGINE_OPTIONS, *ADAPTERS))
     return parser
 
 
@@ -153,14 +160,14 @@ def _chat_parser() -> Parser:
     parser.add_argument("--api-key", metavar="KEY", help="API key for that server")
     _add(parser, "sampling (default: the model's own recommendation)", SAMPLING_OPTIONS)
     _add(parser, "structure of the answer (one of them)", STRUCTURE_OPTIONS)
-    _add(parser, "engine", (*ENGINE_OPTIONS, *ADAPTERS))
+    _add_engine(parser, "engine", (*ENGINE_OPTIONS, *ADAPTERS))
     return parser
 
 
 def _serve_parser() -> Parser:
     parser = _common("serve", "Serve models over HTTP as OpenAI and Anthropic do. SIGTERM lets accepted requests finish.")
     _add(parser, "server", SERVER_OPTIONS)
-    _add(parser, "engine (of every model)", (MODELS, *engine_options_except("--model"), SKIP_TOKENIZER, *ADAPTERS, *ADAPTER_ROOM))
+    _add_engine(parser, "engine (of every model)", (MODELS, *engine_options_except("--model"), SKIP_TOKENIZER, *ADAPTERS, *ADAPTER_ROOM))
     parser.set_defaults(warm_up=True)
     return parser
 
@@ -180,13 +187,13 @@ def _batch_parser() -> Parser:
         LENIENT,
     )
     _add(parser, "batch", own)
-    _add(parser, "engine (of every model)", (MODELS, *engine_options_except("--model"), *ADAPTERS, *ADAPTER_ROOM))
+    _add_engine(parser, "engine (of every model)", (MODELS, *engine_options_except("--model"), *ADAPTERS, *ADAPTER_ROOM))
     return parser
 
 
 def _kernels_parser() -> Parser:
     parser = _common("kernels", "Show which kernel runs each op of a model on this machine, and why. Loads the model and runs two steps.")
-    _add(parser, "engine", engine_options_except(*OBSERVING))
+    _add_engine(parser, "engine", engine_options_except(*OBSERVING))
     return parser
 
 
@@ -212,7 +219,7 @@ def _plan_parser() -> Parser:
         ("--json", {"action": "store_true", "default": False, "help": "all figures as one JSON object"}),
     )
     _add(parser, "plan", own)
-    _add(parser, "engine", engine_options_except("--model", *OBSERVING))
+    _add_engine(parser, "engine", engine_options_except("--model", *OBSERVING))
     return parser
 
 
@@ -237,7 +244,7 @@ def _verify_parser() -> Parser:
         ("--json", {"action": "store_true", "default": False, "help": "all figures as one JSON object"}),
     )
     _add(parser, "comparison", own)
-    _add(parser, "engine", engine_options_except("--model", *OBSERVING))
+    _add_engine(parser, "engine", engine_options_except("--model", *OBSERVING))
     return parser
 
 
@@ -270,7 +277,7 @@ def _quality_parser() -> Parser:
     group = parser.add_argument_group("comparison")
     for flag, settings in own:
         group.add_argument(flag, **settings)
-    _add(parser, "engine", engine_options_among("--device", "--tokenizer", "--block-size", "--imatrix"))
+    _add_engine(parser, "engine", engine_options_among("--device", "--tokenizer", "--block-size", "--imatrix"))
     return parser
 
 
@@ -293,7 +300,9 @@ def _bench_parser() -> Parser:
     for flag, settings in tests:
         group.add_argument(short[flag], flag, **settings)
     set_by_tests = ("--max-model-len", "--max-num-seqs", "--num-blocks", "--kv-memory", "--speculative-config", "--warm-up")
-    _add(parser, "engine", engine_options_except(*OBSERVING, *set_by_tests, "--prefix-cache-dir", "--enable-prefix-caching", "--tokenizer"))
+    _add_engine(
+        parser, "engine", engine_options_except(*OBSERVING, *set_by_tests, "--prefix-cache-dir", "--enable-prefix-caching", "--tokenizer")
+    )
     return parser
 
 
@@ -352,7 +361,7 @@ def _replay_parser() -> Parser:
         ),
     )
     _add(parser, "comparison", own)
-    _add(parser, "engine (replaces the recorded options)", engine_options_except(*OBSERVING))
+    _add_engine(parser, "engine (replaces the recorded options)", engine_options_except(*OBSERVING))
     return parser
 
 
@@ -397,7 +406,7 @@ def _lab_parser() -> Parser:
     group = parser.add_argument_group("results")
     for flag, settings in _LAB_RESULTS:
         group.add_argument(flag, **settings)
-    _add(parser, "engine", engine_options_except(*OBSERVING))
+    _add_engine(parser, "engine", engine_options_except(*OBSERVING))
     return parser
 
 

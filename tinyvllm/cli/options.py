@@ -133,6 +133,11 @@ ADAPTER_ROOM: tuple[Option, ...] = (
     ("--max-loras", {"type": int, "metavar": "N", "help": "adapters that are loaded at the same time; default: those of --lora, or 1"}),
 )
 
+THREADS: Option = (
+    "--threads",
+    {"type": int, "metavar": "N", "help": "threads of the CPU's kernels; default: the fast cores that affinity and quotas leave"},
+)
+
 OBSERVING = ("--record", "--profile", "--energy")  # what watches requests of a user: commands that run their own do without
 
 MODELS: Option = (

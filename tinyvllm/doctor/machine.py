@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from tinyvllm.backends.cpu.cores import Cores, cores
 from tinyvllm.runner.device import choose_device
 
 
@@ -35,12 +36,6 @@ class Finding:
     advice: str = ""
 
 
-def _physical_cores() -> int:
-    from tinyvllm.backends.cpu.threads import physical_cores
-
-    return physical_cores()
-
-
 def _free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
@@ -60,7 +55,7 @@ class Machine:
     version_of: Callable[[str], str] = importlib.metadata.version
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit
     load: Callable[[str], object] = ctypes.CDLL
-    cores: Callable[[], int] = _physical_cores
+    cores: Callable[[Path, Path], Cores] = cores
     choose: Callable[[str], str] = choose_device
     free_bytes: Callable[[Path], int] = _free_bytes
 

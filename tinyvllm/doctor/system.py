@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tinyvllm.config import cache_folder, environment
 from tinyvllm.doctor.machine import Finding, Machine, Status
-from tinyvllm.host_memory import RUN_MEMORY, START_MEMORY, control_group_folders, headroom, megabytes
+from tinyvllm.host_memory import RUN_MEMORY, START_MEMORY, headroom, megabytes
 from tinyvllm.storage.folders import Refusal, require_private
 
 TINYGRAD = "0.13.0"  # the version that this project is made for: docs/decisions/0001-tinygrad-is-pinned.md
@@ -41,30 +41,16 @@ def check_tinygrad(machine: Machine) -> Iterator[Finding]:
 
 
 def check_cores(machine: Machine) -> Iterator[Finding]:
-    cores, quota = machine.cores(), _quota(machine)
-    threads = environment(machine.environ).get("TINYVLLM_THREADS") or cores
-    text = f"{cores} physical cores may be used, {threads} threads run CPU kernels"
-    if quota is not None and quota < threads:
-        advice = f"set TINYVLLM_THREADS={max(1, int(quota))}, or raise the quota"
-        waits = "threads that are stopped let all others wait"
-        yield Finding("cores", Status.WARNING, f"{text}, but the control group's quota is {quota:g} cores: {waits}", advice)
-    elif threads > cores:
-        yield Finding("cores", Status.WARNING, f"{text}: they wait for each other", f"set TINYVLLM_THREADS={cores} or unset it")
+    cores = machine.cores(machine.proc, machine.sysfs)
+    threads = environment(machine.environ).get("TINYVLLM_THREADS") or cores.threads
+    text = f"{cores}; {threads} threads run CPU kernels"
+    if cores.quota is not None and cores.quota < threads:
+        advice = f"set TINYVLLM_THREADS={cores.threads}, or raise the quota" if threads > cores.threads else "raise the quota"
+        yield Finding("cores", Status.WARNING, f"{text}: threads that are stopped let all others wait", advice)
+    elif threads > cores.physical:
+        yield Finding("cores", Status.WARNING, f"{text}: they wait for each other", f"set TINYVLLM_THREADS={cores.threads} or unset it")
     else:
         yield Finding("cores", Status.OK, text)
-
-
-def _quota(machine: Machine) -> float | None:
-    """The smallest quota of a control group around this process, in cores."""
-    found = []
-    for version, folder in control_group_folders("cpu", machine.proc, machine.cgroups):
-        if version == 2:
-            words = (machine.text(folder / "cpu.max") or "").split()
-        else:
-            words = [(machine.text(folder / f"cpu.cfs_{name}_us") or "").strip() for name in ("quota", "period")]
-        if len(words) == 2 and all(word.isdecimal() for word in words) and int(words[1]):  # not "max", not -1
-            found.append(int(words[0]) / int(words[1]))
-    return min(found, default=None)
 
 
 def check_memory(machine: Machine) -> Iterator[Finding]:

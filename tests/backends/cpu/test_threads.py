@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tinyvllm.backends.cpu import threads as module
+from tinyvllm.backends.cpu.cores import Cores, cores
 from tinyvllm.backends.cpu.threads import ALONE, CORES, TEAM, ThreadPool
 from tinyvllm.backends.cpu.toolchain import provide_compiler
 from tinyvllm.backends.source import kernels_folder
@@ -267,16 +268,21 @@ def test_the_number_of_threads(monkeypatch):
     monkeypatch.setenv("TINYVLLM_THREADS", "5")
     assert module.num_threads_wanted() == 5
     monkeypatch.delenv("TINYVLLM_THREADS")
-    assert module.num_threads_wanted() == module.physical_cores() >= 1
+    assert module.num_threads_wanted() == cores().threads >= 1
     monkeypatch.setenv("TINYVLLM_THREADS", "0")
     with pytest.raises(ArgumentError, match="TINYVLLM_THREADS must be a number from 1 to 64"):
         module.num_threads_wanted()
 
 
-def test_two_threads_of_a_core_count_once(monkeypatch):
-    monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: {0, 1, 2, 5}, raising=False)
-    monkeypatch.setattr(module, "_siblings", lambda cpu: {0: "0,4", 1: "1,5", 2: "2,6", 5: "1,5"}[cpu])
-    assert module.physical_cores() == 3
+def test_the_number_of_threads_in_words(monkeypatch):
+    monkeypatch.delenv("TINYVLLM_THREADS", raising=False)
+    monkeypatch.setattr(module, "cores", lambda: Cores(16, 8, 8, quota=6.5))
+    counts = "8 physical cores, 16 hardware threads, the control group's quota is 6.5 cores"
+    assert module.threads_in_words() == f"6 threads ({counts})"
+    monkeypatch.setattr(module, "_ranks", [2])
+    assert module.threads_in_words() == f"3 threads ({counts}, shared by 2 ranks)"
+    monkeypatch.setenv("TINYVLLM_THREADS", "5")
+    assert module.threads_in_words() == f"5 threads (TINYVLLM_THREADS; {counts})"
 
 
 def test_threads_that_the_system_refuses_are_started_by_the_next_list(monkeypatch):

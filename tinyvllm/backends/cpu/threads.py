@@ -1,4 +1,4 @@
-"""The threads that run CPU kernels: one pool per process, one thread per physical core.
+"""The threads that run CPU kernels: one pool per process, one thread per fast core.
 
 Launching tinygrad's own threads from its Python worker costs 67 us per kernel. The pool takes a whole list of kernels at a time. Its
 workers are Python threads that stay inside one C function (ctypes releases the interpreter lock). They meet at barriers of one cache
@@ -14,11 +14,11 @@ import mmap
 import os
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 
 from tinyvllm.backends.cpu.compile import object_code_of
+from tinyvllm.backends.cpu.cores import cores
 from tinyvllm.bridge import code_address, load_object, load_program
 from tinyvllm.config import environment
 from tinyvllm.errors import OutOfMemoryError
@@ -119,8 +119,16 @@ def thread_pool() -> ThreadPool:
 
 
 def num_threads_wanted() -> int:
-    """TINYVLLM_THREADS, or the physical cores that this process may run on, divided among the ranks of an engine."""
-    return environment(os.environ).get("TINYVLLM_THREADS") or max(1, physical_cores() // _ranks[-1])
+    """TINYVLLM_THREADS, or what the cores of this process allow (cores.py), divided among the ranks of an engine."""
+    return environment(os.environ).get("TINYVLLM_THREADS") or max(1, cores().threads // _ranks[-1])
+
+
+def threads_in_words() -> str:
+    """How many threads the kernels have, and why: "2 threads (4 physical cores, the control group's quota is 2.5 cores)"."""
+    named = environment(os.environ).get("TINYVLLM_THREADS")
+    shared = f", shared by {_ranks[-1]} ranks" if _ranks[-1] > 1 else ""
+    count = num_threads_wanted()
+    return f"{count} thread{'s' * (count > 1)} ({'TINYVLLM_THREADS; ' if named else ''}{cores()}{'' if named else shared})"
 
 
 _ranks = [1]
@@ -131,19 +139,3 @@ def share_cores(ranks: int) -> None:
     if ranks != _ranks[-1]:
         _ranks.append(ranks)
         thread_pool.cache_clear()
-
-
-def physical_cores() -> int:
-    """Number of cores that this process may use. Two hardware threads of one core count once, where the system reports them."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    allowed = os.sched_getaffinity(0)
-    cores = {_siblings(cpu) for cpu in allowed}
-    return max(1, len(cores))
-
-
-def _siblings(cpu: int) -> str:
-    try:
-        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
-    except OSError:
-        return str(cpu)
