@@ -184,7 +184,7 @@ INLINE void softmax_columns(int columns, float *s, float now, float *top, float 
 }
 
 // Scores s of the keys first to end - 1 of a tile become weights under the row's new maximum; what the row has so far is rescaled.
-static inline void softmax_tile(float *s, int first, int end, float *top, float *weight, float *sums) {
+NOINLINE void softmax_tile(float *s, int first, int end, float *top, float *weight, float *sums) {
   const int low = first & ~15, high = (end - 1) & ~15;
   v16_store(s + low, v16_first(first - low, v16_set(NO_SCORE), v16_load(s + low)));
   v16_store(s + high, v16_first(end - high, v16_load(s + high), v16_set(NO_SCORE)));
