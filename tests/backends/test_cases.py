@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tinygrad import Tensor
 
 from tests.kernels.answers import PATH, answers
 from tinyvllm.backends import cases, registry
@@ -20,6 +21,8 @@ PASSING = [Case("embed", "BF16", "panels"), Case("embed", "Q8_0", "rows"), Case(
 PASSING += [Case("norm_head", "F16"), Case("norm_qkv_rope_store", "Q4_0", cache="F16"), Case("kv_append", cache="BF16"), Case("advance")]
 PASSING += [Case("attention_decode", cache="F32", head_dim=64), Case("attention_prefill", cache="BF16", head_dim=48), Case("kv_copy")]
 PASSING += [Case("sample"), Case("lora_bias")]
+PASSING += [Case("attention_decode", cache="BF16", head_dim=64, heads=(14, 2), table_blocks=64)]
+PASSING += [Case("attention_prefill", cache="KV_INT8", head_dim=128, heads=(12, 3), table_blocks=3)]
 PASSING += [Case("attention_decode", cache="KV_INT8", head_dim=48), Case("attention_prefill", cache="KV_INT4", head_dim=64)]
 PASSING += [Case("attention_decode", cache="KV_FP8", head_dim=128), Case("norm_qkv_rope_store", "BF16", cache="KV_INT4")]
 PASSING += [Case("kv_append", cache=cache) for cache in KV_FORMATS]
@@ -93,6 +96,29 @@ def test_the_case_of_a_shape(stem, facts, name):
     case = case_of(stem, ShapeFacts(CPU, **facts))
     assert (case.name if case else None) == name
     assert case_of(stem, None) is None
+
+
+def test_attention_on_the_cpu_is_tested_with_the_models_own_kernel():
+    facts = {"cache_format": "BF16", "head_dim": 64, "block_size": 16, "table_blocks": 40}
+    own = case_of("attention_decode", ShapeFacts(CPU, query_heads=32, kv_heads=8, **facts))
+    assert own is not None and (own.heads, own.table_blocks) == ((32, 8), 40)
+    for at, heads in ((CPU, (8, 8)), (CPU, (8, 1)), (CPU, (512, 128)), (Placement("CUDA"), (32, 8))):  # nothing repeats, or too much
+        usual = case_of("attention_decode", ShapeFacts(at, query_heads=heads[0], kv_heads=heads[1], **facts))
+        assert usual == own and (usual.heads, usual.table_blocks) == ((4, 2), 0), "verdicts do not depend on it"
+
+
+def test_a_head_that_differs_from_its_repetition_is_wrong(recorded):
+    case = Case("attention_decode", cache="BF16", head_dim=64, heads=(12, 3))
+    backend = registry.BACKENDS["CPU"]
+
+    class LastHeadOff(type(backend)):  # type: ignore[misc]
+        def attention_decode(self, *arguments):
+            out = super().attention_decode(*arguments)
+            off = np.zeros((1, 12 * 64), np.float32)
+            off[:, -1] = 1e-6
+            return out + Tensor(off, device="CPU")
+
+    assert "not finite" in (wrong(case, cases.run(case, Site(LastHeadOff(), VARIANTS[0], "CPU")), recorded) or "")
 
 
 def test_inputs_are_not_rounded_by_any_product():

@@ -18,9 +18,11 @@ from tinyvllm.backends.cpu import call as cpu
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.selftest import test_kernels as check_kernels
 from tinyvllm.backends.verdicts import CRASHED, FILE, MAX_KEYS, Verdicts
+from tinyvllm.bridge import kept as kept_on_disk
 from tinyvllm.errors import KernelError, ToolchainError
 from tinyvllm.ops.linear import linear
 from tinyvllm.placement import Placement
+from tinyvllm.runner import kept as kept_by_runner
 from tinyvllm.storage.cache import CacheFolder
 from tinyvllm.storage.folders import require_private
 
@@ -341,6 +343,62 @@ def test_an_engine_with_a_wrong_kernel_gives_the_tokens_of_the_next_variant(monk
     assert tokens(TINYVLLM_SELFTEST="on") == right
     ran = {choice.shape: choice for choice in registry.choices("CPU") if choice.stem == "matmul"}
     assert {(choice.variant, choice.why[:9]) for shape, choice in ran.items() if "load" not in shape} == {(NEXT, "replaced:")}
+
+
+OPTIONS = dict(max_model_len=128, skip_tokenizer_init=True)
+PROMPT = {"prompt_token_ids": [0, 40, 41, 42]}
+
+
+def generated(llm: LLM, max_tokens: int) -> list[int]:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return llm.generate([PROMPT], params)[0].outputs[0].token_ids
+
+
+def test_a_steps_kernels_are_tested_before_it_runs_for_the_first_time_and_not_earlier(folder, launched):
+    with LLM(**OPTIONS) as llm:  # type: ignore[arg-type]
+        assert launched == []
+        generated(llm, 1)
+        assert f"{BEST} attention_prefill BF16 D=64" in launched and f"{BEST} norm_head BF16" in launched
+        assert not any("attention_decode" in name or "advance" in name for name in launched)
+        before = len(launched)
+        generated(llm, 3)
+        assert f"{BEST} attention_decode BF16 D=64" in launched[before:] and llm.engine.runner.self_test.tested == len(launched)
+        generated(llm, 5)
+        assert len(launched) == len(set(launched)), "each once"
+
+
+def test_a_wrong_kernel_that_only_decodes_have_is_replaced_before_the_first_decode(monkeypatch, folder):
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"attention_decode={NEXT}")
+    with LLM(**OPTIONS) as llm:  # type: ignore[arg-type]
+        right = generated(llm, 6)
+    monkeypatch.delenv("TINYVLLM_KERNELS")
+    plant(monkeypatch, {"attention_decode"}, BEST)
+    with LLM(**OPTIONS) as llm:  # type: ignore[arg-type]
+        assert generated(llm, 6) == right
+        assert [*llm.engine.runner.self_test.replaced] == [f"{BEST} attention_decode BF16 D=64"]
+
+
+def test_a_kept_step_with_a_kernel_that_fails_now_is_captured_again(monkeypatch, folder, launched):
+    """As after a change of the processor's microcode or of the compiler: the kept step was captured when the kernel passed."""
+    monkeypatch.setenv("TINYVLLM_KEEP_STEPS", "1")
+    for module in (kept_on_disk, kept_by_runner):
+        monkeypatch.setattr(module, "open_cache", lambda: folder)
+    with LLM(**OPTIONS) as llm:  # type: ignore[arg-type]
+        right = generated(llm, 4)
+    launched.clear()
+    with LLM(**OPTIONS) as llm:  # type: ignore[arg-type]
+        loaded = llm.engine.runner.capture_work().loaded
+        assert generated(llm, 4) == right and launched == []
+        assert llm.engine.runner.capture_work().loaded > loaded
+    monkeypatch.setattr(cpu.CpuBackend, "identity", lambda self, placement: "another")
+    wrong = selftest.wrong
+    monkeypatch.setattr(selftest, "wrong", lambda case, *rest: "planted" if case.stem == "matmul" else wrong(case, *rest))
+    registry.forget_choices()
+    with LLM(**OPTIONS) as llm:  # type: ignore[arg-type]
+        generated(llm, 4)
+        assert f"{BEST} matmul BF16" in llm.engine.runner.self_test.replaced
+    ran = {choice.variant for choice in registry.choices("CPU") if choice.stem == "matmul" and "load" not in choice.shape}
+    assert ran == {registry.REFERENCE}, "every variant fails here"
 
 
 def test_every_stem_can_be_planted():

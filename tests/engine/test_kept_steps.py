@@ -49,7 +49,7 @@ def test_a_start_with_something_changed_captures(started, tiny_model, tmp_path, 
 
 
 def test_the_digest_of_sources_changes_with_every_file(tmp_path, monkeypatch):
-    from tinyvllm.backends.source import kernels_folder
+    from tinyvllm.backends.source import file_digests, kernels_folder
     from tinyvllm.runner import kept
 
     kernels, package = tmp_path / "kernels", tmp_path / "package"
@@ -57,7 +57,11 @@ def test_the_digest_of_sources_changes_with_every_file(tmp_path, monkeypatch):
     shutil.copytree(kept._PACKAGE / "ops", package)
     monkeypatch.setattr(kept, "kernels_folder", lambda: kernels)
     monkeypatch.setattr(kept, "_PACKAGE", package)
-    digest = kept.sources_digest.__wrapped__
+
+    def digest() -> str:
+        file_digests.cache_clear()
+        return kept.sources_digest.__wrapped__()
+
     before = digest()
     assert digest() == before
     for path in (kernels / "cpu" / "matmul.c", kernels / "cuda" / "include", package / "linear.py"):
@@ -86,7 +90,7 @@ def test_damaged_needs_are_collected_again(started, tiny_model, tmp_path, monkey
 
     cache = open_cache()
     places = [f"steps/{path.name}" for path in (tmp_path / "steps").iterdir() if path.suffix != ".code"]
-    needs = [place for place in places if (cache.read(place) or b"").startswith(b"[[")]
+    needs = [place for place in places if cache.read(place) == b"[]"]  # on the CPU nothing is tested from this list
     assert len(needs) == 1
     for content in (b'[["matmul", {"inputs": "64"}]]', b'[["system", {}]]', b"{", b"[" * 100_000):
         cache.write(needs[0], content)

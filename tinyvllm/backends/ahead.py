@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Generic, TypeVar
+
+from tinyvllm.backends.cpu.cores import cores
 
 Key = TypeVar("Key", bound=Hashable)
 Compile = Callable[[Key], bytes]
@@ -26,20 +27,19 @@ class CompileAhead(Generic[Key]):
         if not fresh:
             return
         self._pending |= fresh
-        width, work = min(len(fresh), os.cpu_count() or 1), deque(fresh.items())
-        threads = ThreadPoolExecutor(width, thread_name_prefix="tinyvllm-compile")
+        work = deque(fresh.items())
         try:
-            for _ in range(width):
-                threads.submit(self._compile_all, work)
+            for number in range(min(len(fresh), cores().processes)):
+                # a daemon: the interpreter would wait at its end until all is compiled
+                threading.Thread(target=self._compile_all, args=(work,), name=f"tinyvllm-compile-{number}", daemon=True).start()
         except RuntimeError:  # no more threads for want of memory: what is left is compiled when it is needed
             with contextlib.suppress(IndexError):
                 while True:
                     self._pending.pop(work.pop()[0], None)
-        threads.shutdown(wait=False)
 
     def _compile_all(self, work: deque[tuple[Key, Future[bytes]]]) -> None:
         with self._compiler() as compile_one:
-            while threading.main_thread().is_alive():  # otherwise the process ends
+            while True:
                 try:
                     key, future = work.popleft()
                 except IndexError:

@@ -29,6 +29,7 @@ class ShapeFacts:
     scaled           rows of the embedding are scaled, or logits are
     head_dim, query_heads, kv_heads
     block_size       tokens of a KV block; block_bytes: bytes of it in one layer
+    table_blocks     blocks in a row of the block table
     cache_format     "F32", "F16", "BF16", or packed: "KV_FP8", "KV_INT8", "KV_INT4"; cache_elements, cache_bytes: of one layer's cache
     vocabulary       tokens
     """
@@ -53,6 +54,7 @@ class ShapeFacts:
     kv_heads: int = 1
     block_size: int = 0
     block_bytes: int = 0
+    table_blocks: int = 0
     cache_format: str = ""
     cache_elements: int = 0
     cache_bytes: int = 0

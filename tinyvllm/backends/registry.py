@@ -78,6 +78,9 @@ _choices: dict[tuple[str, str, str], Choice] = {}
 _numbers = itertools.count()
 _selected: dict[tuple[str, str, str], int] = {}  # the number of a choice when it was made last
 _failures: dict[tuple[str, str, Case], str] = {}  # why a variant's kernel of a case must not run on a device: selftest.py
+_facts: dict[tuple[str, str, str], ShapeFacts] = {}  # those of a choice that has some
+_watched: set[str] = set()  # devices of which `take_selected` is asked
+_fresh: dict[Need, None] = {}  # selected there since it was asked last
 _needs: list[dict[Need, Choice]] = []  # the innermost `collecting_needs` is the last
 
 
@@ -104,7 +107,7 @@ def select(stem: str, placement: Placement, shape: str, facts: ShapeFacts | None
     if _needs and facts is not None:
         _needs[-1][stem, facts] = choice
         return None if choice.variant == REFERENCE else Selection(Outline(), choice.variant)
-    note_choice(placement.device, choice)
+    note_choice(placement.device, choice, facts)
     backend = backend_for(placement)
     return None if backend is None or choice.variant == REFERENCE else Selection(backend, choice.variant)
 
@@ -149,10 +152,26 @@ def choices(device: str | None = None) -> list[Choice]:
     return [choice for (_, at, _), choice in _choices.items() if device in (None, at)]
 
 
-def note_choice(device: str, choice: Choice) -> None:
+def note_choice(device: str, choice: Choice, facts: ShapeFacts | None) -> None:
     """Remember a choice, as that of a step which an earlier process has captured."""
     key = choice.stem, device, choice.shape
     _choices[key], _selected[key] = choice, next(_numbers)
+    if facts is not None:
+        _facts[key] = facts
+        if device in _watched and choice.variant != REFERENCE:
+            _fresh[choice.stem, facts] = None
+
+
+def watch_selected(device: str, on: bool) -> None:
+    """Whether `take_selected` has what is selected for this device from now on."""
+    (_watched.add if on else _watched.discard)(device)
+
+
+def take_selected() -> list[Need]:
+    """What kernels were selected for since the last call, on the devices that are watched."""
+    needs = list(_fresh)
+    _fresh.clear()
+    return needs
 
 
 def selections() -> int:
@@ -160,9 +179,9 @@ def selections() -> int:
     return next(_numbers)
 
 
-def choices_since(count: int) -> list[Choice]:
-    """The choices made after `selections` returned `count`."""
-    return [_choices[key] for key, number in _selected.items() if number > count and key in _choices]
+def choices_since(count: int) -> list[tuple[Choice, ShapeFacts | None]]:
+    """The choices made after `selections` returned `count`, with the facts of their shapes."""
+    return [(_choices[key], _facts.get(key)) for key, number in _selected.items() if number > count and key in _choices]
 
 
 def replaced_variants() -> list[str]:

@@ -1,6 +1,9 @@
-"""The self-test of kernels at an engine's start: each one that the model will launch runs once on small fixed inputs (cases/), and what
-comes out is compared with recorded answers. A variant that fails is replaced by the next one or by the reference, with a warning. So a
-wrong compiler, driver or chip costs speed, not tokens.
+"""The self-test of kernels: each one runs once on small fixed inputs (cases/) before a model may use it, and what comes out is compared
+with recorded answers. A variant that fails is replaced by the next one or by the reference, with a warning. So a wrong compiler, driver or
+chip costs speed, not tokens.
+
+`test_kernels` tests a list, at an engine's start. `test_before_first_run` tests the kernels of each captured step before it runs for the
+first time, so that the first token does not wait for kernels of other steps.
 
 Results are remembered in the cache folder by device, driver, compiler and sources (verdicts.py): a start whose kernels are known launches
 nothing. A variant that TINYVLLM_KERNELS names is not tested. TINYVLLM_SELFTEST=off tests nothing, =always tests at every start.
@@ -24,13 +27,14 @@ from tinyvllm.backends.autotune import untuned
 from tinyvllm.backends.base import Backend
 from tinyvllm.backends.cases import Case, Site, case_of, run, wrong
 from tinyvllm.backends.collecting import collecting_kernels
+from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.registry import Need
-from tinyvllm.backends.source import kernels_folder
+from tinyvllm.backends.source import file_digests, kernels_folder
 from tinyvllm.backends.verdicts import Verdicts
-from tinyvllm.bridge import download, mapped, recover_device
+from tinyvllm.bridge import check_before_first_run, download, mapped, recover_device
 from tinyvllm.config import VERSION, environment
-from tinyvllm.errors import KernelError, ToolchainError
+from tinyvllm.errors import KernelError, ReplacedKernelError, ToolchainError
 from tinyvllm.host_memory import is_out_of_memory
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import FLOATS, Layout, formats_in
@@ -74,6 +78,38 @@ def test_kernels(placement: Placement, needs: Callable[[], Iterable[Need]]) -> R
     return _SelfTest(placement, backend, mode).run(needs)
 
 
+_lazy: dict[str, _SelfTest] = {}  # by device
+
+
+def test_before_first_run(placement: Placement) -> Report:
+    """From now on, test the kernels of each captured step of a device before it runs for the first time. The report grows with them."""
+    mode, backend = environment(os.environ).get("TINYVLLM_SELFTEST", "on"), registry.backend_for(placement)
+    tests = mode != "off" and backend is not None
+    registry.watch_selected(placement.device, tests)
+    if not tests or backend is None:
+        _lazy.pop(placement.device, None)
+        return Report("off")
+    _lazy[placement.device] = _SelfTest(placement, backend, mode)
+    return _lazy[placement.device].report
+
+
+def _test_selected() -> None:
+    """Test what was selected since the last call. ReplacedKernelError if a variant that was selected must not run."""
+    needs = registry.take_selected()
+    for device, test in [*_lazy.items()]:
+        if not test.run_once([need for need in needs if need[1].placement.device == device]):
+            raise ReplacedKernelError("self-test: a kernel of this step was replaced by another")
+
+
+check_before_first_run(_test_selected)
+
+
+def kernels_of_cases(placement: Placement, needs: Iterable[Need]) -> list[Kernel]:
+    """The kernels that tests of `needs` will launch and that no earlier call has returned; none of what is known, or not tested."""
+    test = _lazy.get(placement.device)
+    return [] if test is None else test.kernels(needs)
+
+
 def needs_by_format(placement: Placement) -> dict[str, list[Need]]:
     """A need of every op that has kernels on a device, by the format of weights or of the KV cache that it is for.
 
@@ -114,21 +150,30 @@ class _SelfTest:
         self._where = f"{placement.device} ({registry.architecture_of(placement)})"
         self._verdicts = Verdicts(open_cache(), f"{backend.name} {_digest(backend.name, identity)}")
         self._done: set[str] = set()  # tested by this process
-        self._report = Report(mode)
+        self._compiling: set[tuple[str, Case]] = set()  # whose kernels the backend was told to compile
+        self.report = Report(mode)
 
     def run(self, needs: Callable[[], Iterable[Need]]) -> Report:
-        start, replaced = time.perf_counter(), -1
-        while len(self._report.replaced) > replaced:  # each round replaces a variant of an op, so there is an end
-            replaced, wanted = len(self._report.replaced), list(dict.fromkeys(needs()))
-            if untested := self._settle(wanted, test=False):
-                with untuned(), self._verdicts.turn():
-                    if self._always and not self._done:
-                        self._verdicts.forget()
-                    self._compile(untested)
-                    self._settle(wanted, test=True)
-                    self._verdicts.save()
-        self._report.seconds = time.perf_counter() - start
-        return self._report
+        while not self.run_once(needs()):  # each round replaces a variant of an op, so there is an end
+            pass
+        return self.report
+
+    def run_once(self, needs: Iterable[Need]) -> bool:
+        """Test what is not known yet; False if a variant was replaced, so that other ops may run now."""
+        start, wanted, before = time.perf_counter(), list(dict.fromkeys(needs)), len(registry.replaced_variants())
+        if untested := self._settle(wanted, test=False):
+            with untuned(), self._verdicts.turn():
+                if self._always and not self._done:
+                    self._verdicts.forget()
+                self._compile(untested)
+                self._settle(wanted, test=True)
+                self._verdicts.save()
+        self.report.seconds += time.perf_counter() - start
+        return len(registry.replaced_variants()) == before
+
+    def kernels(self, needs: Iterable[Need]) -> list[Kernel]:
+        """The kernels that tests of these needs will launch."""
+        return self._collected([case for need in dict.fromkeys(needs) for case in self._settle([need], test=False)])
 
     def _settle(self, needs: list[Need], test: bool) -> list[tuple[str, Case]]:
         """Replace the variants that fail, and return those without a verdict; with `test` they are tested."""
@@ -144,7 +189,7 @@ class _SelfTest:
                     self._test(name, variant, case)
                 elif name not in self._done:
                     self._done.add(name)
-                    self._report.remembered += 1
+                    self.report.remembered += 1
                 if name not in self._verdicts.failed:
                     break
                 self._replace(name, variant, case, facts)
@@ -160,7 +205,7 @@ class _SelfTest:
             with self._verdicts.testing(name):
                 reason = wrong(case, run(case, self._site(variant)), _answers())
         except ToolchainError as error:
-            self._report.untested = str(error)
+            self.report.untested = str(error)
             return
         except Exception as error:
             if is_out_of_memory(error):
@@ -168,7 +213,7 @@ class _SelfTest:
             reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
             self._verdicts.keep(name, reason)
             self._require_device(name)
-        self._report.tested += 1
+        self.report.tested += 1
         self._verdicts.keep(name, reason)
 
     def _require_device(self, name: str) -> None:
@@ -187,9 +232,9 @@ class _SelfTest:
         """Take the variant out of the choice, and warn."""
         reason = self._verdicts.failed[name]
         registry.replace_variant(self._placement, variant, case, reason)
-        if name in self._report.replaced:
+        if name in self.report.replaced:
             return
-        self._report.replaced[name] = reason
+        self.report.replaced[name] = reason
         instead = registry.replaceable_variant(case.stem, self._placement, facts) or registry.REFERENCE
         log.warning(
             "self-test: the kernel %s, variant %s, is wrong on %s: %s; %s is used instead, which may be slower. Please report it. "
@@ -202,13 +247,18 @@ class _SelfTest:
 
     def _compile(self, untested: list[tuple[str, Case]]) -> None:
         """Start the compilers of all tests at once, where the backend compiles in the background."""
+        self._backend.compile_ahead(self._collected(untested), self._placement)
+
+    def _collected(self, cases: Iterable[tuple[str, Case]]) -> list[Kernel]:
+        fresh = [pair for pair in dict.fromkeys(cases) if pair not in self._compiling]
+        self._compiling.update(fresh)
         with collecting_kernels() as kernels:
-            for variant, case in untested:
+            for variant, case in fresh:
                 try:
                     run(case, self._site(variant))
                 except Exception as error:  # the test itself will say so
                     log.debug("self-test: %s %s: %s", variant, case.name, error)
-        self._backend.compile_ahead(kernels, self._placement)
+        return kernels
 
 
 @functools.cache
@@ -220,10 +270,9 @@ def _answers() -> dict[str, np.ndarray]:
 @functools.cache
 def _digest(backend: str, identity: str) -> str:
     """A key that changes with the device, its driver and compiler, the version, the sources of its kernels, and what launches them."""
-    folder, kernels = Path(__file__).parent, kernels_folder()
-    sources = [*(kernels / backend).rglob("*"), *(kernels / "include").rglob("*")]
-    files = [*sources, *folder.glob("*.py"), *(folder / backend).glob("*.py"), ANSWERS]
-    digest = hashlib.sha256(f"{VERSION}\0{identity}".encode())
-    for path in sorted(path for path in files if path.is_file()):
-        digest.update(b"\0" + path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    digest = hashlib.sha256(f"{VERSION}\0{identity}".encode() + hashlib.sha256(ANSWERS.read_bytes()).digest())
+    launches = [(name, content) for name, content in file_digests(Path(__file__).parent, ".py") if Path(name).parent.name in ("", backend)]
+    kernels = [(name, content) for name, content in file_digests(kernels_folder()) if name.split(os.sep)[0] in (backend, "include")]
+    for name, content in (*launches, *kernels):
+        digest.update(b"\0" + name.encode() + b"\0" + content)
     return digest.hexdigest()[:24]

@@ -6,6 +6,8 @@ The folder `kernels/` is at the top of a checkout, and in the wheel it is `tinyv
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -25,6 +27,18 @@ def kernels_folder() -> Path:
         if (folder / "cpu").is_dir():
             return folder
     raise KernelError(f"kernels: no kernel sources at {package / 'kernels'} or {package.parent / 'kernels'}; install tinyvllm again")
+
+
+@functools.cache
+def file_digests(folder: Path, ending: str = "") -> tuple[tuple[str, bytes], ...]:
+    """Name in the folder and SHA-256 of each file in it and in its folders, sorted; of those with an ending, or of all but documents."""
+    found, start = [], len(os.path.join(folder, ""))
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        for path in (os.path.join(place, name) for name in names if name.endswith(ending) and not name.endswith(".md")):
+            with open(path, "rb", buffering=0) as file:
+                found.append((path[start:], hashlib.sha256(file.readall()).digest()))
+    return tuple(sorted(found))
 
 
 @functools.cache

@@ -32,7 +32,16 @@ It names no backend. Other rooms import the names below from here, and nothing f
 from __future__ import annotations
 
 from tinyvllm.bridge.absent import UNUSED_LIBRARIES  # first: it keeps the modules below from loading them
-from tinyvllm.bridge.capture import Captured, CapturedCall, CaptureWork, PendingWork, capture_work, repeat
+from tinyvllm.bridge.capture import (
+    Captured,
+    CapturedCall,
+    CaptureWork,
+    PendingWork,
+    capture_work,
+    captures_steps,
+    check_before_first_run,
+    repeat,
+)
 from tinyvllm.bridge.compiler import use_c_compiler
 from tinyvllm.bridge.compiling import compile_clock, time_generated_kernels
 from tinyvllm.bridge.cuda import compile_to_cubins, cuda_driver, cuda_runtime, replace_copy_in
@@ -74,7 +83,8 @@ __all__ = [
     "UNUSED_LIBRARIES", "CaptureWork", "Captured", "CapturedCall", "DeviceCopies", "DeviceHooks", "GraphKernel", "ImportedPages",
     "JobGraph", "KeptStep", "KeptSteps", "KernelTime", "KernelTimer", "Launch", "PendingWork", "Program", "QueueEvent", "Reading",
     "Recorded", "StepGraph", "StepNotes", "TimedProgram", "Transfer", "Unkept", "alias", "architecture", "byte_spans", "capture_work",
-    "code_address", "compile_clock", "compile_text", "compile_to_cubins", "copied", "cuda_driver", "cuda_runtime", "defer_frees",
+    "captures_steps", "check_before_first_run", "code_address", "compile_clock", "compile_text", "compile_to_cubins", "copied",
+    "cuda_driver", "cuda_runtime", "defer_frees",
     "define_process_tensor", "device_buffer", "download", "empty", "emulate_half_without_f16c", "enable_program_cache",
     "forbid_tensor_cores", "from_objc_string", "has_graph", "host_address", "install_hooks", "kernel_timer", "launch_program",
     "load_object", "load_program", "mapped", "metal_bindings", "metal_buffer_over", "name_process_tensor", "opaque_memory", "opened_device",

@@ -1,4 +1,4 @@
-"""What tinygrad looks for whenever it opens a device, and this project never uses: a quarter of the processor time of a warm start.
+"""What tinygrad looks for or imports whenever it opens a device, and this project never uses: a third of a warm start.
 
 Importing this module takes effect, so it is imported before all others of the bridge. `LLVM_PATH` and `MESA_PATH`, tinygrad's own
 variables, bring the two libraries back.
@@ -17,10 +17,15 @@ from tinygrad.runtime.support import c
 # Libraries that other renderers of tinygrad's CPU device generate code with. They are searched for in every folder of the system's
 # libraries and loaded, which took 0.1 s where LLVM is installed.
 UNUSED_LIBRARIES = ("llvm", "mesa")
-# Copies between GPUs of several machines: its modules load libraries for USB and PCI devices. Its class is only named by tinygrad's graph
-# of a CPU device, whose place a backend's graph takes.
-_UNUSED_MODULE, _UNUSED_CLASS = "tinygrad.runtime.ops_rdma", "RDMACopyQueue"
-_NAMING_MODULE = "tinygrad.runtime.graph.hcq"
+# Modules of which only a class is named by those that import them: module, class, what imports it, and the variable that keeps it.
+#   Copies between GPUs of several machines: its modules load libraries for USB and PCI devices. It is named by tinygrad's graph of a CPU
+#   device, whose place a backend's graph takes.
+#   Renderers of the CPU device that are not chosen, with the definitions of Mesa: 40 ms of imports.
+UNUSED_MODULES = (
+    ("tinygrad.runtime.ops_rdma", "RDMACopyQueue", "tinygrad.runtime.graph.hcq", None),
+    ("tinygrad.renderer.nir", "LVPRenderer", "tinygrad.runtime.ops_cpu", "MESA_PATH"),
+    ("tinygrad.renderer.isa.x86", "X86Renderer", "tinygrad.runtime.ops_cpu", None),
+)
 
 _find = c.DLL.findlib
 
@@ -32,18 +37,29 @@ def _find_used(name: str, *arguments: Any) -> str | None:
     return found
 
 
-def _import_without_unused_module() -> None:
-    if _UNUSED_MODULE in sys.modules or _NAMING_MODULE in sys.modules:
-        return
-    stub = ModuleType(_UNUSED_MODULE)
-    setattr(stub, _UNUSED_CLASS, type(_UNUSED_CLASS, (), {}))
-    sys.modules[_UNUSED_MODULE] = stub
+class _Absent:
+    """In place of a class that is named and never used."""
+
+    def __init__(self, *arguments: Any, **named: Any):
+        raise ImportError(f"{type(self).__name__} is left out: import its module before tinyvllm")
+
+
+def _import_without_unused_modules() -> None:
+    """Import what names them with stubs in their places, which are removed: another import finds tinygrad's."""
+    stubs = []
+    for module, name, naming, variable in UNUSED_MODULES:
+        if module not in sys.modules and naming not in sys.modules and (variable is None or variable not in os.environ):
+            sys.modules[module] = stub = ModuleType(module)
+            setattr(stub, name, type(name, (_Absent,), {}))
+            stubs.append(module)
     try:
-        importlib.import_module(_NAMING_MODULE)
+        for naming in dict.fromkeys(naming for _, _, naming, _ in UNUSED_MODULES):
+            importlib.import_module(naming)
     finally:
-        del sys.modules[_UNUSED_MODULE]  # another import finds tinygrad's
+        for module in stubs:
+            del sys.modules[module]
 
 
 _loader: Any = c.DLL
 _loader.findlib = staticmethod(_find_used)
-_import_without_unused_module()
+_import_without_unused_modules()

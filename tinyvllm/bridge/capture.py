@@ -72,6 +72,10 @@ class Captured:
         start = time.perf_counter()
         loaded = self._kept.load(tensors, self._variables)
         if loaded is not None:
+            try:
+                _before_first_run()
+            except ReplacedKernelError:  # the step has a kernel that is not chosen any more
+                return
             self._graph, self._result = loaded
             _work.loaded, _work.seconds = _work.loaded + 1, _work.seconds + time.perf_counter() - start
 
@@ -105,6 +109,7 @@ class Captured:
                     self._result = computed(self._function(*tensors, **bound))
                     self._shared = recorded.results
                     self._calls = lowered(recorded.calls, [tensor.uop.base for tensor in tensors], get_parameters(self._result))
+                _before_first_run()
                 self._replay(tensors, values)
         except BaseException as error:
             self._calls = None  # they may exist with half of their buffers
@@ -122,6 +127,27 @@ class Captured:
             return None
         arguments = [u.arg for u in calls[0].src[1:] if u.op is Ops.PARAM]
         return graph_cache.get(calls[0].src[0]) if arguments == list(range(inputs)) else None
+
+
+def captures_steps() -> bool:
+    """Whether a `Captured` captures: not with JIT=0 in the environment, a setting of tinygrad's."""
+    return bool(JIT)
+
+
+_checks: list[Callable[[], None]] = []
+
+
+def check_before_first_run(check: Callable[[], None]) -> None:
+    """From now on call this whenever a step has been captured or loaded, before it runs for the first time.
+
+    It may compute and launch. ReplacedKernelError if a kernel of the step is not chosen any more: the step is captured again.
+    """
+    _checks.append(check)
+
+
+def _before_first_run() -> None:
+    for check in _checks:
+        check()
 
 
 @dataclass

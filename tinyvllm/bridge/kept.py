@@ -67,11 +67,11 @@ class StepNotes:
         """Now, before a capture."""
         return None
 
-    def since(self, moment: Any) -> list[list[str]]:
+    def since(self, moment: Any) -> list[Any]:
         """What was noted after a moment. Unkept if that cannot be noted again."""
         return []
 
-    def restore(self, notes: list[list[str]], device: str) -> None:
+    def restore(self, notes: list[Any], device: str) -> None:
         """Note this again. ValueError for what was not noted here."""
 
 

@@ -6,7 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from tinygrad import Tensor
+from tinygrad import Device, Tensor, dtypes
+from tinygrad.dtype import to_dtype
+from tinygrad.helpers import argfix
+
+from tinyvllm.bridge import tensors
 
 
 @contextlib.contextmanager
@@ -14,7 +18,8 @@ def uninitialized() -> Iterator[None]:
     """Within it, tinygrad's layers are built without initial values: drawing random weights for 22 layers takes 1.5 s."""
 
     def empty(*shape: Any, **kwargs: Any) -> Tensor:
-        return Tensor.empty(*shape, dtype=kwargs.get("dtype"), device=kwargs.get("device"))
+        dtype = to_dtype(kwargs.get("dtype") or dtypes.default_float)
+        return tensors.empty(argfix(*shape), dtype, kwargs.get("device") or Device.DEFAULT)
 
     names = ("uniform", "glorot_uniform", "zeros", "ones")
     kept = {name: Tensor.__dict__[name] for name in names if name in Tensor.__dict__}

@@ -24,6 +24,7 @@ from tinyvllm.integers import round_up
 
 def empty(shape: tuple[int, ...], dtype: DType, device: str) -> Tensor:
     """Tensor.empty at a fifth of its cost, which is most of what a launch in a capture costs: tinygrad derives the same shape each time."""
+    device = Device.canonicalize(device)
     form = _form(shape, dtype, device)
     buffer = UOp.new_buffer(device, prod(shape), dtype)
     return Tensor(form.replace(src=(buffer, *form.src[1:])) if form.op is Ops.RESHAPE else buffer)
@@ -64,7 +65,7 @@ def _share(tensor: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
 
 def over(buffer: Buffer, start: int, shape: tuple[int, ...], dtype: DType) -> Tensor:
     """A tensor over a buffer's memory from byte `start` on, which tinygrad takes for an independent one."""
-    part = Tensor.empty(*shape, dtype=dtype, device=buffer.device)
+    part = empty(shape, dtype, buffer.device)
     buffers[part.uop.base] = buffer.view(prod(shape), dtype, start).ensure_allocated()
     return part
 
@@ -122,7 +123,7 @@ def copied(array: np.ndarray, device: str, dtype: DType | None = None) -> Tensor
 
     `dtype`, of the same size, names a type that numpy lacks.
     """
-    tensor = Tensor.empty(*array.shape, dtype=dtype or _from_np_dtype(array.dtype), device=device)
+    tensor = empty(tuple(array.shape), dtype or _from_np_dtype(array.dtype), device)
     buffer_of(tensor.uop).copyin(np.ascontiguousarray(array).data.cast("B"))
     return tensor
 

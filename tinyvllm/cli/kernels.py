@@ -20,6 +20,7 @@ def run(options: argparse.Namespace) -> int:
             print(line)
         if not options.quiet:
             print(engine.runner.self_test)
-            num_threads = engine.runner.num_threads()
-            print(f"device {engine.config.device}, {num_threads} threads; TINYVLLM_KERNELS=OP=VARIANT,... overrides the choice")
+            print(
+                f"device {engine.config.device}, {engine.runner.threads_in_words()}; TINYVLLM_KERNELS=OP=VARIANT,... overrides the choice"
+            )
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import sys
 import time
 from array import array
@@ -142,7 +141,9 @@ def _of_several(llm: LLM, tally: Tally, counts: str, num_steps: int) -> str:
     seconds = tally.finished - tally.arrival
     if not tally.waits or seconds <= 0:
         return counts
-    line = f"{counts} in {seconds:.2f} s, first token after {statistics.median(tally.waits):.2f} s (median)"
+    from statistics import median  # which imports decimal numbers and fractions
+
+    line = f"{counts} in {seconds:.2f} s, first token after {median(tally.waits):.2f} s (median)"
     return f"{line}, {tally.generated / seconds:.1f} tok/s{_drafts(tally)}{_share(llm, num_steps, seconds)}"
 
 

@@ -133,4 +133,5 @@ class PagedAttention:
             return None
         (H, D), K, placement = (int(d) for d in q.shape[1:]), cache.K, Placement.of(q.device)
         shape = f"H={H}, K={K}, D={D} {cache_format(cache)}{' capped' * (cap != 0.0)}"
-        return select(stem, placement, shape, attention_facts(placement, cache, H, cap != 0.0))
+        table_blocks = int(self._batch.block_tables.shape[1])
+        return select(stem, placement, shape, attention_facts(placement, cache, H, table_blocks, cap != 0.0))

@@ -35,7 +35,7 @@ def product_facts(
     )
 
 
-def attention_facts(placement: Placement, cache: LayerCache, query_heads: int, cap: bool) -> ShapeFacts:
+def attention_facts(placement: Placement, cache: LayerCache, query_heads: int, table_blocks: int, cap: bool) -> ShapeFacts:
     """Of attention over a cache."""
     return ShapeFacts(
         placement,
@@ -44,6 +44,7 @@ def attention_facts(placement: Placement, cache: LayerCache, query_heads: int, c
         cap=cap,
         kv_heads=cache.K,
         block_size=cache.S,
+        table_blocks=table_blocks,
         cache_format=cache_format(cache),
         cache_elements=int(cache.keys.numel()),
         cache_bytes=int(cache.keys.nbytes()),

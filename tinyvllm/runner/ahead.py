@@ -12,7 +12,8 @@ from tinygrad import Tensor, dtypes
 from tinyvllm.backends.collecting import collecting_kernels
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.limits import ShapeFacts
-from tinyvllm.backends.registry import Choice, Need, backend_for, choice_of, collecting_needs, replaceable_variant
+from tinyvllm.backends.registry import Choice, Need, backend_for, choice_of, collecting_needs, replaceable_variant, take_selected
+from tinyvllm.backends.selftest import kernels_of_cases
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.config import EngineConfig
 from tinyvllm.ops.advance import History, advance
@@ -43,23 +44,24 @@ class StepOutlines:
         self._inputs_of, self._history_of = inputs_of, history_of
 
     def compile_ahead(self, config: EngineConfig) -> None:
-        """Compile the hand-written kernels in the background, in the order of their first use.
+        """Compile the hand-written kernels in the background, in the order of their first use, each step's with those that test them.
 
         A chunk, a plainly sampled draw, a decode and what advances it, and the copy of blocks. The texts of some of CUDA's kernels
         depend on the number of rows: there all shapes of the warm-up follow.
         """
         chunk, decode = self._inputs
-        with collecting_kernels() as kernels:
-            self._call_step(chunk)
-            if self._has_kernel("sample"):  # the reference of these three would be computed here
-                call_draw(self._model.config.vocab_size, config.max_num_seqs, self._placement.device)
-            self._call_step(decode)
-            if self._has_kernel("advance"):
-                sampled = Tensor.empty(1, dtype=dtypes.int32, device=self._placement.device)
-                history = self._history_of(decode.shape)
-                advance(decode.batch(1), sampled, history, self._pool.block_size)
-            if self._has_kernel("kv_copy"):
-                self._pool.call_copy()
+        calls: list[Callable[[], None]] = [
+            lambda: self._call_step(chunk),
+            lambda: self._call_draw(config.max_num_seqs),
+            lambda: self._call_step(decode),
+            lambda: self._call_advance(decode),
+            self._call_copy,
+        ]
+        kernels: list[Kernel] = []
+        for call in calls:
+            with collecting_kernels() as launched:
+                call()
+            kernels += [*launched, *kernels_of_cases(self._placement, take_selected())]
         if self._placement.is_cuda and config.warm_up:
             batches = (self._inputs_of(shape).batch(1) for shape in common_shapes(config))
             kernels += kernels_of_steps(self._model, self._pool.layers, self._constants, batches)
@@ -95,6 +97,21 @@ class StepOutlines:
 
     def _call_step(self, inputs: StepInputs) -> None:
         self._model.forward_batch(inputs.batch(1), self._pool.layers, **self._constants)
+
+    # the reference of these three would be computed here
+
+    def _call_draw(self, max_num_seqs: int) -> None:
+        if self._has_kernel("sample"):
+            call_draw(self._model.config.vocab_size, max_num_seqs, self._placement.device)
+
+    def _call_advance(self, decode: StepInputs) -> None:
+        if self._has_kernel("advance"):
+            sampled = Tensor.empty(1, dtype=dtypes.int32, device=self._placement.device)
+            advance(decode.batch(1), sampled, self._history_of(decode.shape), self._pool.block_size)
+
+    def _call_copy(self) -> None:
+        if self._has_kernel("kv_copy"):
+            self._pool.call_copy()
 
     @functools.cached_property
     def _facts_between_steps(self) -> dict[str, ShapeFacts]:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from tinyvllm.backends import autotune, registry
 from tinyvllm.backends.cpu.toolchain import processor
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.registry import STEMS, Choice, Need
-from tinyvllm.backends.source import kernels_folder
+from tinyvllm.backends.source import file_digests, kernels_folder
 from tinyvllm.bridge import KeptSteps, StepNotes, Unkept, tinygrad_settings
 from tinyvllm.config import EngineConfig, environment
 from tinyvllm.placement import Placement
@@ -74,11 +74,9 @@ def kept_steps(placement: Placement, config: EngineConfig, roots: Mapping[str, o
 @functools.cache
 def sources_digest() -> str:
     """A digest of this package's files and of the kernels' sources."""
-    kernels = kernels_folder()
-    files = [*_PACKAGE.rglob("*.py"), *(path for path in kernels.rglob("*") if path.is_file() and path.suffix != ".md")]
     digest = hashlib.sha256()
-    for path in sorted(files):
-        digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    for name, content in (*file_digests(_PACKAGE, ".py"), *file_digests(kernels_folder())):
+        digest.update(name.encode() + b"\0" + content)
     return digest.hexdigest()
 
 
@@ -88,16 +86,17 @@ class _Choices(StepNotes):
     def moment(self) -> tuple[int, int]:
         return registry.selections(), autotune.untimed()
 
-    def since(self, moment: tuple[int, int]) -> list[list[str]]:
+    def since(self, moment: tuple[int, int]) -> list[Any]:
         if autotune.untimed() != moment[1]:
             raise Unkept("its kernels wait to be timed")
-        return [[choice.stem, choice.shape, choice.variant, choice.why] for choice in registry.choices_since(moment[0])]
+        return [[*astuple(choice), facts and _values(facts)] for choice, facts in registry.choices_since(moment[0])]
 
-    def restore(self, notes: list[list[str]], device: str) -> None:
-        for stem, shape, variant, why in notes:
+    def restore(self, notes: list[Any], device: str) -> None:
+        for stem, shape, variant, why, values in notes:
             if stem not in STEMS or not all(isinstance(text, str) for text in (shape, variant, why)):
                 raise ValueError(f"a choice of {stem!r:.40}")
-            registry.note_choice(device, Choice(stem, shape, variant, why))
+            facts = None if values is None else _need((stem, values), Placement(device))[1]
+            registry.note_choice(device, Choice(stem, shape, variant, why), facts)
 
 
 def kept_needs(steps: KeptSteps | None, placement: Placement) -> list[Need] | None:
@@ -114,14 +113,18 @@ def kept_needs(steps: KeptSteps | None, placement: Placement) -> list[Need] | No
 
 
 def keep_needs(steps: KeptSteps | None, needs: Iterable[Need]) -> None:
-    """Keep what an engine selects kernels for."""
+    """Keep what an engine selects kernels for, to be tested at later starts: nothing where steps are tested before they run."""
     if steps is not None:
-        entries = [[stem, {name: value for name, value in asdict(facts).items() if name != "placement"}] for stem, facts in needs]
+        entries = [[stem, _values(facts)] for stem, facts in needs]
         open_cache().write(_place(steps), json.dumps(entries).encode())
 
 
 def _place(steps: KeptSteps) -> str:
     return steps.place("needs")
+
+
+def _values(facts: ShapeFacts) -> dict[str, Any]:
+    return {name: value for name, value in asdict(facts).items() if name != "placement"}
 
 
 def _need(entry: Any, placement: Placement) -> Need:

@@ -11,7 +11,7 @@ import numpy as np
 from tinygrad import Tensor, UOp
 
 from tinyvllm.backends import autotune
-from tinyvllm.backends.cpu.threads import thread_pool
+from tinyvllm.backends.cpu.threads import thread_pool, threads_in_words
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.packed import packed_caches, packed_weights
 from tinyvllm.backends.registry import (
@@ -21,7 +21,7 @@ from tinyvllm.backends.registry import (
     choices,
     usable_variants,
 )
-from tinyvllm.backends.selftest import Report, test_kernels
+from tinyvllm.backends.selftest import Report, test_before_first_run, test_kernels
 from tinyvllm.bridge import (
     Captured,
     CapturedCall,
@@ -30,6 +30,7 @@ from tinyvllm.bridge import (
     Reading,
     Recorded,
     capture_work,
+    captures_steps,
     compile_clock,
     copied,
     download,
@@ -113,8 +114,10 @@ class Runner:
         self._embeddings: dict[Shape, tuple[StepInputs, Captured]] = {}
         hosted = config.swap_space // self.pool.block_bytes
         self._hosted = np.zeros((hosted, self.pool.block_bytes), np.uint8)  # its pages come as they are written
+        self._is_first_start = False
         self.kept_steps = kept_steps(self.placement, config, self._roots()) if opened.split is None else None
-        self.self_test = packing + self._test_kernels(config)
+        tested = self._test_kernels(config)
+        self.self_test = tested if self.placement.is_cpu else packing + tested  # the CPU's grows with the steps
         self.rounds_in_background = True  # rounds that the device runs alone are in the background: the host has something to do meanwhile
         self.ranks = None if opened.memory is None else RankedSteps(config, self.pool.num_blocks, opened.memory)
 
@@ -133,9 +136,19 @@ class Runner:
         return {"model": self.model, "layers": pool.layers, "constants": self._constants, "block_size": pool.block_size}
 
     def _test_kernels(self, config: EngineConfig) -> Report:
-        """Compile what steps will launch, and test it. An engine that has started before has its kernels in the cache folder."""
+        """Compile what steps will launch, and test it. An engine that has started before has its kernels in the cache folder.
+
+        On the CPU each step's kernels are tested before it runs for the first time: compiling those of the tests takes as long as those of
+        the model.
+        """
         needs = kept_needs(self.kept_steps, self.placement)
-        outlines = StepOutlines(self.model, self.pool, self._constants, self.placement, self._inputs, self._history)
+        if self.placement.is_cpu and captures_steps():
+            report = test_before_first_run(self.placement)
+            if needs is None:
+                self._outlines().compile_ahead(config)
+            self._is_first_start = needs is None
+            return report
+        outlines = self._outlines()
         if needs is None and (self.placement.is_cpu or self.placement.is_cuda):
             outlines.compile_ahead(config)
         collected: list[list[Need]] = [] if needs is None else [needs]
@@ -147,6 +160,9 @@ class Runner:
         if needs is None:
             keep_needs(self.kept_steps, outlines.kernel_needs())
         return report
+
+    def _outlines(self) -> StepOutlines:
+        return StepOutlines(self.model, self.pool, self._constants, self.placement, self._inputs, self._history)
 
     def _test_packing(self, plan: WeightPlan, formats: set[str]) -> Report:
         """The self-test of the kernels that pack weights, before they do."""
@@ -377,6 +393,10 @@ class Runner:
         """Threads of the CPU's thread pool; 0 on other devices."""
         return thread_pool().num_threads if self.placement.is_cpu else 0
 
+    def threads_in_words(self) -> str:
+        """The number of threads and what it follows from."""
+        return threads_in_words() if self.placement.is_cpu else "0 threads"
+
     def _prepare(self, singles: list[Scheduled], chunks: list[Scheduled], all_rows: bool) -> PreparedStep:
         shape = shape_of(singles, chunks)
         plan = self.plan_of(shape, all_rows)
@@ -399,6 +419,9 @@ class Runner:
         captured = Captured(forward, {"num_blocks": (1, self._table_width)}, kept)
         plan = StepPlan(inputs, forward, captured, self._history(shape), {}, {})
         self._steps[shape, all_rows, self._state_layers] = plan
+        if shape.decodes and self._is_first_start:  # all that was compiled ahead is used soon: later starts find it on disk
+            self._is_first_start = False
+            keep_needs(self.kept_steps, ())
         return plan
 
     def _kept(self, name: str, **roots: object) -> KeptStep | None:

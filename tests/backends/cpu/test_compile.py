@@ -14,6 +14,7 @@ from tinyvllm.backends.collecting import collecting_kernels
 from tinyvllm.backends.cpu import compile as module
 from tinyvllm.backends.cpu import launch
 from tinyvllm.backends.cpu.compile import object_code, object_code_of
+from tinyvllm.backends.cpu.cores import Cores
 from tinyvllm.backends.cpu.toolchain import compiler_command
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.errors import KernelError
@@ -119,7 +120,7 @@ def test_kernels_compile_ahead_at_the_same_time(cache, monkeypatch):
         return compile_one(text, flags, name)
 
     monkeypatch.setattr(module, "_compile", together)
-    monkeypatch.setattr(ahead.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(ahead, "cores", lambda: Cores(2, 2, 2))
     kernels = [copy(72), copy(80)]
     launch.compile_ahead([*kernels, kernels[0]])
     assert len({launch.machine_code(kernel) for kernel in kernels}) == 2  # both were compiled ahead: a third call would wait in vain

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.emulator.driver import cuda_device
+from tinyvllm.backends.cpu.cores import Cores
 from tinyvllm.backends.cuda import compilers, launch, nvrtc, plan
 from tinyvllm.backends.cuda.call import CudaBackend
 from tinyvllm.backends.cuda.compilers import CompilerProcess
@@ -108,7 +109,7 @@ def test_kernels_compile_in_several_processes_at_once(cache, started, monkeypatc
         return compile_one(self, *what)
 
     monkeypatch.setattr(CompilerProcess, "compile", together)
-    monkeypatch.setattr("tinyvllm.backends.ahead.os.cpu_count", lambda: 2)
+    monkeypatch.setattr("tinyvllm.backends.ahead.cores", lambda: Cores(2, 2, 2))
     launch.compile_ahead([scale(2), scale(3), scale(2, T=16)], "CUDA")  # the third has the first one's text
     codes = [code_of(scale(2, T=24)), code_of(scale(3))]
     assert codes[0] != codes[1] and all(code[:4] == b"\x7fELF" for code in codes)

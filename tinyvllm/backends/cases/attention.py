@@ -11,6 +11,7 @@ from tinyvllm.backends.cases.case import Case
 from tinyvllm.backends.cases.inputs import FEW, GROUPS, MANY, PERIOD, QUERY_HEADS, Arrays, S, integers, numbers, repeated
 from tinyvllm.backends.cases.site import Site, cached_numbers, empty_batch, realized
 from tinyvllm.backends.cases.stores import slots_of, stored, unrotated
+from tinyvllm.batch import LayerCache
 
 
 def kv_append(site: Site, case: Case) -> list[Arrays]:
@@ -65,25 +66,56 @@ def queries(T: int, D: int) -> np.ndarray:
 
 def attention_decode(site: Site, case: Case) -> list[Arrays]:
     D, (B, count) = case.head_dim, FEW
-    q, cache = site.place(unrotated(case, queries(B, D))), site.cache(case.cache, DECODES.pool(D))
-    tables = np.concatenate([DECODES.tables, np.zeros_like(DECODES.tables[:1])])
+    q, cache = _placed(site, case, B, DECODES)
+    tables = _tables(case, np.concatenate([DECODES.tables, np.zeros_like(DECODES.tables[:1])]))
     batch = empty_batch(
         site, block_tables=site.place(tables), context_lens=site.int32(*DECODES.lengths, 0), decodes=site.int32(count),
         num_decodes=B, num_blocks=tables.shape[1], shared_prefix_lens=site.int32(0, DECODES.shared, 0, 0),
     )  # fmt: skip
-    return [{"out": realized(site.backend.attention_decode(site.variant, q, cache, D**-0.5, 0, batch))[0][:count]}]
+    out = realized(site.backend.attention_decode(site.variant, q, cache, D**-0.5, 0, batch))[0][:count]
+    return [{"out": _recorded_heads(case, out)}]
 
 
 def attention_prefill(site: Site, case: Case) -> list[Arrays]:
     D, (T, count), lengths = case.head_dim, MANY, CHUNKS.lengths
-    q, cache, tables = site.place(unrotated(case, queries(T, D))), site.cache(case.cache, CHUNKS.pool(D)), CHUNKS.tables
+    (q, cache), tables = _placed(site, case, T, CHUNKS), _tables(case, CHUNKS.tables)
     first = lengths[0] - STARTS[0]
     batch = empty_batch(
         site, block_tables=site.place(tables), context_lens=site.int32(*lengths), query_starts=site.int32(0, first, count),
         chunks=site.int32(0, 2), rows=site.int32(count), num_blocks=tables.shape[1], max_query=16,
     )  # fmt: skip
     out = realized(site.backend.attention_prefill(site.variant, None, q, cache, D**-0.5, 0, batch))[0]
-    return [{"out": out[list(CHUNK_ROWS)]}]
+    return [{"out": _recorded_heads(case, out[list(CHUNK_ROWS)])}]
+
+
+def _heads(case: Case) -> np.ndarray:
+    """Which of the recorded query heads each of the case's repeats: int [H]. KV head j repeats the recorded one j modulo GROUPS."""
+    H, K = case.heads
+    head, group = np.arange(H), H // K
+    recorded = QUERY_HEADS // GROUPS
+    return np.asarray(recorded * (head // group % GROUPS) + head % group % recorded)
+
+
+def _placed(site: Site, case: Case, T: int, context: Context) -> tuple[Tensor, LayerCache]:
+    """Queries of T rows and the cache, with the case's heads."""
+    q, pool = queries(T, case.head_dim)[:, _heads(case)], context.pool(case.head_dim)
+    return site.place(unrotated(case, q)), site.cache(case.cache, pool[:, :, np.arange(case.heads[1]) % GROUPS])
+
+
+def _tables(case: Case, tables: np.ndarray) -> np.ndarray:
+    """Block tables of at least the case's width; what is added is not read."""
+    return np.pad(tables, ((0, 0), (0, max(0, case.table_blocks - tables.shape[1]))))
+
+
+def _recorded_heads(case: Case, out: np.ndarray) -> np.ndarray:
+    """Of a result [T, H * D] the recorded heads [T, QUERY_HEADS * D], NaN where repetitions of a head differ."""
+    by_head, heads = out.reshape(len(out), -1, case.head_dim), _heads(case)
+    found = np.full((len(out), QUERY_HEADS, case.head_dim), np.nan, out.dtype)
+    for head in range(QUERY_HEADS):
+        copies = by_head[:, heads == head]
+        if (copies == copies[:, :1]).all():
+            found[:, head] = copies[:, 0]
+    return found.reshape(len(out), -1)
 
 
 def kv_copy(site: Site, case: Case) -> list[Arrays]:

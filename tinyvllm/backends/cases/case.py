@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from tinyvllm.backends.cases.inputs import numbers_of
+from tinyvllm.backends.cases.inputs import GROUPS, QUERY_HEADS, S, numbers_of
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.quant.formats import FORMATS, Layout
 from tinyvllm.quant.kv import KV_FORMATS
@@ -16,6 +16,7 @@ TESTED = frozenset(
         "norm_route", "experts_gate_up_silu", "experts_down", "lora_bias", "advance", "kv_copy", "sample", "pack_tiles",
     }
 )  # fmt: skip
+MAX_HEADS = 256  # of a case: each has a copy of inputs
 _MIXED = ("norm_qkv_rope_store", "norm_gate_up_silu", "experts_gate_up_silu")  # whose parts may be in several formats
 
 
@@ -23,7 +24,9 @@ _MIXED = ("norm_qkv_rope_store", "norm_gate_up_silu", "experts_gate_up_silu")  #
 class Case:
     """One fixed call: of `stem`, with weights in `format` in `layout`, a KV cache in `cache`, and heads of `head_dim`.
 
-    Parts of a product in several formats have these with + between them, as ShapeFacts has.
+    Parts of a product in several formats have these with + between them, as ShapeFacts has. `heads` are the query and KV heads of
+    attention, and `table_blocks` the least width of its block tables: where they are the model's, the kernel of the case is the model's
+    own, and one compilation serves both. Results are the same with any.
     """
 
     stem: str
@@ -31,6 +34,8 @@ class Case:
     layout: str = ""
     cache: str = ""
     head_dim: int = 0
+    heads: tuple[int, int] = field(default=(QUERY_HEADS, GROUPS), compare=False)
+    table_blocks: int = field(default=0, compare=False)
 
     @property
     def is_mixed(self) -> bool:
@@ -79,7 +84,12 @@ def case_of(stem: str, facts: ShapeFacts | None) -> Case | None:
     if stem in ("attention_decode", "attention_prefill"):
         # 48 is for all the others: kernels take the multiples of 16 in loops, of 32 in KV_INT4
         other = 64 if facts.cache_format == "KV_INT4" else 48
-        return Case(stem, cache=facts.cache_format, head_dim=facts.head_dim if facts.head_dim in (64, 128) else other)
+        if facts.head_dim not in (64, 128):
+            return Case(stem, cache=facts.cache_format, head_dim=other)
+        case = Case(stem, cache=facts.cache_format, head_dim=facts.head_dim)
+        heads = facts.query_heads, facts.kv_heads
+        shares = facts.placement.is_cpu and facts.block_size == S and heads[1] > 1 and 2 * heads[1] <= heads[0] <= MAX_HEADS
+        return replace(case, heads=heads, table_blocks=facts.table_blocks) if shares else case
     layout = Layout(facts.layout).value if stem == "embed" else ""
     cached = stem in ("norm_qkv_rope_store", "kv_append")
     format = facts.format if stem in _MIXED else facts.format.split("+")[0]

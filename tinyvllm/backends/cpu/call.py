@@ -9,6 +9,7 @@ from tinygrad import Tensor
 
 from tinyvllm.backends import policies
 from tinyvllm.backends.buffers import cache_format, constant, empty, integers, present, scratch
+from tinyvllm.backends.cpu.compile import prepare_compiler
 from tinyvllm.backends.cpu.experts import ExpertKernels
 from tinyvllm.backends.cpu.graph import CpuGraph
 from tinyvllm.backends.cpu.launch import compile_ahead, launch, row_numbers
@@ -64,6 +65,7 @@ class CpuBackend(ExpertKernels):
             render_bfloat16_as_bits()
             emulate_half_without_f16c(cpu_features())
             time_generated_kernels()
+            prepare_compiler(next(name for name, lacking in self.variants(placement).items() if lacking is None))
 
     def variants(self, placement: Placement, stem: str | None = None) -> dict[str, str | None]:
         arm = platform.machine().lower() in ("arm64", "aarch64")

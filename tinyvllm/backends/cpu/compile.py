@@ -7,6 +7,7 @@ another compiler, delete the folder `kernels`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import platform
 import subprocess
@@ -19,6 +20,7 @@ from tinyvllm.backends.source import kernel_source, kernel_text
 from tinyvllm.bridge import compile_clock
 from tinyvllm.errors import KernelError, ToolchainError
 from tinyvllm.storage.building import kept_or_built
+from tinyvllm.storage.cache import open_cache
 from tinyvllm.storage.folders import reason_of, temporary_folder
 
 VERSION = 1  # of the objects in the cache folder: a change compiles all again
@@ -28,7 +30,10 @@ _COMMON = ("-x", "c", "-O2", "-fPIC", "-fno-math-errno", "-fno-ident", "-fno-sta
 _ALONE = ("-c", "-ffreestanding", "-nostdlib", "-fno-builtin", "-fno-jump-tables", "-ffp-contract=off")
 # tinygrad loads ELF everywhere; macOS's own format is another
 _ELF = (f"--target={platform.machine()}-none-unknown-elf",) if sys.platform == "darwin" else ()
+_FLAGS = (*_COMMON, *_ALONE, *_ELF)
+_ROOM = "kernels"  # of the cache folder
 _INTRINSICS = "#include <immintrin.h>"
+_WITH_INTRINSICS = ("avx512", "avxvnni", "avx2")  # targets that include it
 _NOT_PRECOMPILED = 2  # kernels of a process that are compiled without the header: most processes compile none, or one
 # Before the headers, which define functions.
 _ENTRY = """long {stem}();
@@ -47,10 +52,23 @@ def object_code_of(stem: str) -> bytes:
     return _compiled(_ENTRY.format(stem=stem) + kernel_source("cpu", stem), stem, "plain")
 
 
+def prepare_compiler(target: str) -> None:
+    """On the first start of a machine: what all its kernels wait for, in the background while the model is opened."""
+    room = open_cache().room(_ROOM)
+    if target in _WITH_INTRINSICS and room is not None and not any(room.glob("*.o")):
+        threading.Thread(target=_prepare, args=(target,), name="tinyvllm-compile-header", daemon=True).start()
+
+
+def _prepare(target: str) -> None:
+    with contextlib.suppress(KernelError, ToolchainError, OSError):  # the first kernel will say so
+        _intrinsics.precompile(compiler_command(), (*_FLAGS, *target_flags(target)))
+        object_code_of("thread_pool")
+
+
 def _compiled(text: str, name: str, target: str) -> bytes:
-    flags = (*_COMMON, *_ALONE, *_ELF, *target_flags(target))
+    flags = (*_FLAGS, *target_flags(target))
     key = "\0".join((text, *flags, sys.platform, platform.machine(), str(VERSION)))
-    place = f"kernels/{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.o"
+    place = f"{_ROOM}/{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.o"
     return kept_or_built(place, lambda: _compile(text, flags, name), compile_clock.compiling)
 
 
@@ -77,8 +95,8 @@ def _run(command: list[str], text: str, output: str = "-") -> subprocess.Complet
 class _PrecompiledHeader:
     """The header of the intrinsics, parsed once for the kernels that one process compiles: reading it takes half the time of a kernel.
 
-    0.12 s of 0.25 s, and 0.22 s to precompile it, so the first kernels do without it. It is not kept: its next use would depend on the
-    compiler and on the times of its files. Objects are the same with it, bit by bit.
+    0.12 s of 0.25 s, and 0.22 s to precompile it, so the first kernels do without it, but for the first start of a machine, which compiles
+    many. It is not kept: its next use would depend on the compiler and on the times of its files. Objects are the same with it, bit by bit.
     """
 
     def __init__(self) -> None:
@@ -94,6 +112,12 @@ class _PrecompiledHeader:
             if self._compiled[key] > _NOT_PRECOMPILED and key not in self._flags:
                 self._flags[key] = self._precompile(compiler, flags)
             return self._flags.get(key, ())
+
+    def precompile(self, compiler: list[str], flags: tuple[str, ...]) -> None:
+        """Precompile it now; kernels wait for it."""
+        with self._lock:
+            if (key := (*compiler, *flags)) not in self._flags:
+                self._flags[key] = self._precompile(compiler, flags)
 
     def give_up(self, compiler: list[str], flags: tuple[str, ...]) -> None:
         """Do without it from now on: a kernel did not compile with it."""
