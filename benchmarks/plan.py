@@ -35,7 +35,7 @@ import argparse
 from dataclasses import dataclass, replace
 
 from benchmarks.harness import table
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import DENSE, SHAPES
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import plan as records
 from tinyvllm.backends.shapes import Attention, Heads, Product
@@ -403,7 +403,7 @@ def chips_table(plan: Step, gap: float, stream: float, goal: float | None, one: 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """To a parser that has --T, --context and --cache."""
     parser.add_argument("--plan", choices=("METAL",), help="no timing: what a step on this device moves and computes")
-    parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b", help="of the plan")
+    parser.add_argument("--shape", choices=DENSE, default="llama-3.2-1b", help="of the plan")
     parser.add_argument("--weights", type=str.upper, choices=WEIGHTS, default="Q4_0", help="of the plan")
     parser.add_argument("--gap", type=float, default=3.0, help="of the plan: microseconds between launches, assumed")
     parser.add_argument("--stream", type=float, default=0.9, help="of the plan: share of bandwidth that plain reading gets, assumed")

@@ -65,6 +65,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 
+DENSE = [name for name, config in SHAPES.items() if "num_experts" not in config]
+
 
 def tensors(config: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """(Hugging Face name, GGUF name, shape) of every tensor, in the order of the files; GGUF's experts of a layer are one tensor."""

@@ -7,14 +7,14 @@ import argparse
 import pytest
 
 from benchmarks import plan
-from benchmarks.shapes import SHAPES, bytes_per_token, tensors
+from benchmarks.shapes import DENSE, SHAPES, bytes_per_token, tensors
 
 
 def launches(shape: str, weights: str = "Q4_0", T: int = 1, context: int = 500) -> list[plan.Launch]:
     return plan.step(plan.Model.named(shape), weights, T, context, "BF16")
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", DENSE)
 @pytest.mark.parametrize("T", [1, 16])
 def test_a_layer_is_five_launches_and_reads_its_weights_once(shape: str, T: int) -> None:
     found = launches(shape, "Q8_0", T)
