@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import record, spread, table, take_turns
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import DENSE, SHAPES
 
 Make = Callable[[bool], Callable[[], Any]]  # True: with the kernel's weights; gives the lazy op
 
@@ -124,7 +124,7 @@ def captured(make: Make, kernel: bool) -> Callable[[], None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="kernels against tinygrad's own code, op by op")
-    parser.add_argument("--shape", choices=SHAPES, default="tinyllama-1.1b")
+    parser.add_argument("--shape", choices=DENSE, default="tinyllama-1.1b")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=15)

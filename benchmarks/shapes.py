@@ -346,7 +346,8 @@ def main() -> None:
     parser.add_argument("--formats", type=parse_formats, default=["BF16", "Q8_0", "Q4_0"])
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
-    print(checkpoint(options.shape, "folder", options.folder))
+    if options.shape in DENSE:
+        print(checkpoint(options.shape, "folder", options.folder))
     for format in options.formats:
         print(checkpoint(options.shape, format, options.folder))
 
