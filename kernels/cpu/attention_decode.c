@@ -1,4 +1,4 @@
-// out[b] = softmax(q[b] k^T * SCALE) v over the keys of sequence b that its newest token sees: one row a sequence.
+// out[b] = softmax(q[b] k^T * SCALE) v over the keys of sequence b that its newest token sees, and the head's sink: one row a sequence.
 //
 //   out                 [T, H, D] float32          rows from `count` on are not touched
 //   partial             [B * H * PARTITIONS * (D + 2)] float32, scratch (B: the largest `count`); PARTITIONS = ceil(M * S / 256)
@@ -7,6 +7,7 @@
 //   block_tables        [B, M] int32
 //   context_lens        [B] int32                  tokens in the cache, at least 1, at most M * S
 //   count               [1] int32                  sequences that count
+//   sinks               [H] float32, if SINKS      attention.h
 //   shared_prefix_lens  [B] int32, if CASCADE      leading tokens of sequence b that are in the same blocks as those of sequence b - 1, whole
 //                                                  blocks that both have filled; 0 for the first, and a smaller number is never wrong
 //
@@ -39,6 +40,7 @@ struct step {  // the kernel's arguments, for all sequences
   const float *q;
   const cached *cache;
   const int32_t *tables, *contexts, *prefixes;
+  const float *head_sinks;
   int count;
 };
 
@@ -57,12 +59,12 @@ static inline int find_group(struct group *group, const struct step *step, int u
 static inline void unit_of(struct unit *unit, const struct group *group, int index);
 static inline void decode_unit(float *out, float *sums, float *ends, const struct step *step, const struct unit *unit, int next_partition,
                                int next_head);
-static inline void merge_row(float *out, const float *sums, const float *ends, int partitions);
+static inline void merge_row(float *out, const float *sums, const float *ends, int partitions, const float *head_sinks, int head);
 
 static void attention_decode(float *out, float *partial, const float *q, const cached *cache, const int32_t *block_tables,
                              const int32_t *context_lens, const int32_t *count,
-                             SHARED_PREFIX_LENS_ARGUMENT const struct thread_team *team) {
-  const struct step step = {q, cache, block_tables, context_lens, shared_prefix_lens, count[0]};
+                             SINKS_ARGUMENT SHARED_PREFIX_LENS_ARGUMENT const struct thread_team *team) {
+  const struct step step = {q, cache, block_tables, context_lens, shared_prefix_lens, sinks, count[0]};
   float *ends = partial + (long)step.count * H * PARTITIONS * D;
   struct group group = {0, 0, 0, 0, 0, 0};
   int longest = 0;
@@ -80,7 +82,8 @@ static void attention_decode(float *out, float *partial, const float *q, const c
   barrier(team);
   for (int row = next_unit(team); row < step.count * H; row = next_unit(team)) {
     const int partitions = partitions_of(step.contexts[row / H]);
-    if (partitions > 1) merge_row(out + (long)row * D, partial + (long)row * PARTITIONS * D, ends + row * 2L * PARTITIONS, partitions);
+    if (partitions == 1) continue;
+    merge_row(out + (long)row * D, partial + (long)row * PARTITIONS * D, ends + row * 2L * PARTITIONS, partitions, sinks, row % H);
   }
 }
 
@@ -172,14 +175,14 @@ static inline void decode_partition(const struct step *step, const struct unit *
 }
 
 // The outcome of a partition for the rows of one sequence: the result, or a part of it.
-static inline void end_partition(float *out, float *sums, float *ends, const struct rows *rows, int i, int b, int head, int partition,
-                                 int partitions) {
+static inline void end_partition(float *out, float *sums, float *ends, const struct rows *rows, const float *head_sinks, int i, int b,
+                                 int head, int partition, int partitions) {
   for (int g = 0; g < G; g++) {
     const long row = (long)b * H + head * G + g, part = row * PARTITIONS + partition;
     const float *from = rows->sums + (i * G + g) * rows->stride;
     const float total = v16_sum(v16_load(rows->weight + 16 * (i * G + g)));
     if (partitions == 1) {
-      finish(out + row * D, from, total);
+      finish(out + row * D, from, with_sink(total, rows->top[i * G + g], head_sinks, head * G + g));
       continue;
     }
     float *to = sums + part * D;
@@ -210,13 +213,13 @@ static inline void decode_unit(float *out, float *sums, float *ends, const struc
   for (int i = 0; i < unit->size; i++) {
     const int context = positions[i] + 1;
     const int partition = unit->partition - first_partition(context);
-    end_partition(out, sums, ends, &rows, i, unit->b + i, unit->head, partition, partitions_of(context));
+    end_partition(out, sums, ends, &rows, step->head_sinks, i, unit->b + i, unit->head, partition, partitions_of(context));
   }
 }
 
-static inline void merge_row(float *out, const float *sums, const float *ends, int partitions) {
+static inline void merge_row(float *out, const float *sums, const float *ends, int partitions, const float *head_sinks, int head) {
   float top = ends[0], weight = ends[1];
   for (int d = 0; d < D; d += 16) v16_store(out + d, v16_load(sums + d));
   for (int p = 1; p < partitions; p++) merge(&top, &weight, out, ends[2 * p], ends[2 * p + 1], sums + (long)p * D);
-  finish(out, out, weight);
+  finish(out, out, with_sink(weight, top, head_sinks, head));
 }

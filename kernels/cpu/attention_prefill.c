@@ -1,4 +1,4 @@
-// out[t] = softmax(q[t] k^T * SCALE) v over the keys that row t sees, for the rows of sequences with several: chunks of prefills.
+// out[t] = softmax(q[t] k^T * SCALE) v over the keys that row t sees and the head's sink, for the rows of sequences with several: chunks of prefills.
 //
 //   out           [T, H, D] float32          only rows of the prefill sequences are written
 //   scratch       [64 * THREAD_FLOATS] float32: an area for each of 64 threads (further threads do nothing);
@@ -10,6 +10,7 @@
 //   query_starts  [B + 1] int32              sequence b's rows are query_starts[b] to query_starts[b + 1] - 1; its last one is at
 //                                            position context_lens[b] - 1
 //   counts        [2] int32                  first prefill sequence, number of prefill sequences
+//   sinks         [H] float32, if SINKS      attention.h
 //
 // Units: (sequence, SPAN query positions, KV head), the latest and so the longest first. A thread reads the keys that any of its rows sees,
 // tile by tile, converts them once, and serves SPAN * G rows. float32 throughout; the order of the arithmetic is attention.h's.
@@ -30,12 +31,12 @@ struct area {                         // a thread's part of the scratch
 };
 
 static inline void area_of(struct area *area, float *scratch, int thread);
-static inline void prefill_unit(const struct area *area, float *out, const float *q, const cached *cache, const int32_t *table, int head,
-                                int position, int count);
+static inline void prefill_unit(const struct area *area, float *out, const float *q, const cached *cache, const int32_t *table,
+                                const float *head_sinks, int head, int position, int count);
 
 static void attention_prefill(float *out, float *scratch, const float *q, const cached *cache, const int32_t *block_tables,
                               const int32_t *context_lens, const int32_t *query_starts, const int32_t *counts,
-                              const struct thread_team *team) {
+                              SINKS_ARGUMENT const struct thread_team *team) {
   if (team->thread >= MAX_THREADS) return;
   struct area area;
   area_of(&area, scratch, team->thread);
@@ -50,7 +51,7 @@ static void attention_prefill(float *out, float *scratch, const float *q, const 
     if (b >= end) break;
     const int first = (spans - 1 - (unit - before) / K) * SPAN, head = (unit - before) % K;
     const long at = ((long)(query_starts[b] + first) * H + head * G) * D;
-    prefill_unit(&area, out + at, q + at, cache, block_tables + (long)b * M, head, context_lens[b] - queries + first,
+    prefill_unit(&area, out + at, q + at, cache, block_tables + (long)b * M, sinks, head, context_lens[b] - queries + first,
                  min(SPAN, queries - first) * G);
   }
 }
@@ -88,8 +89,8 @@ static inline void end_partition(const struct area *area, const struct rows *row
 }
 
 // `count` rows of G query heads; the first are at `position`.
-static inline void prefill_unit(const struct area *area, float *out, const float *q, const cached *cache, const int32_t *table, int head,
-                                int position, int count) {
+static inline void prefill_unit(const struct area *area, float *out, const float *q, const cached *cache, const int32_t *table,
+                                const float *head_sinks, int head, int position, int count) {
   const struct rows rows = {area->q, area->q_scale, area->sums, D, area->top, area->weight, position};
   struct tile tile;
   struct prefetch prefetch;
@@ -103,5 +104,7 @@ static inline void prefill_unit(const struct area *area, float *out, const float
     attend(&prefetch, 1, &rows, count, &tile, start);
     if ((start + TILE) % PARTITION == 0 || start + TILE >= end) end_partition(area, &rows, count);
   }
-  for (int r = 0; r < count; r++) finish(out + r / G * (long)(H * D) + r % G * D, area->out + r * D, area->out_weight[r]);
+  for (int r = 0; r < count; r++)
+    finish(out + r / G * (long)(H * D) + r % G * D, area->out + r * D,
+           with_sink(area->out_weight[r], area->out_top[r], head_sinks, head * G + r % G));
 }

@@ -1,4 +1,4 @@
-// out = residual + the sum over a row's C experts of share * (h . weight^T) with the expert's weights, c ascending: the second half of a
+// out = residual + the sum over a row's C experts of share * (h . weight^T + bias) with the expert's weights, c ascending: the second half of a
 // mixture of experts
 //
 //   out       [T, E] float32    does not alias h or residual
@@ -6,6 +6,7 @@
 //   scratch   PREPARED_BYTES(F) (product.h) for every pair, T C rounded up to a multiple of 16, and TILE_ROWS times for each of 64 threads (experts.h)
 //   h         [T C, F] float32  of pair t C + c
 //   weight    panels (format.h) of all experts [X E, F]
+//   bias      [X E] float32, if BIAS
 //   shares    [T, C] float32
 //   order, tasks                experts.h
 //   residual  [T, E] float32, if RESIDUAL
@@ -15,6 +16,9 @@
 // A pair to prepare is a unit of work, then a task with a run of pairs of panels, then COLUMNS outputs of a row.
 #define I F
 #define SLICES 8
+#ifndef BIAS
+#define BIAS 0
+#endif
 #include "experts.h"
 #include "product.h"
 
@@ -22,11 +26,11 @@
 #define COLUMNS 512
 #include "arguments.h"  // the last one
 
-static inline void multiply_task(float *outputs, const uint8_t *weight, int first, int end, const uint8_t *next_panel,
+static inline void multiply_task(float *outputs, const uint8_t *weight, const float *biases, int first, int end, const uint8_t *next_panel,
                                  const uint8_t *prepared, const int32_t *order, int count, uint8_t *area);
 static inline void add_up(float *out, const float *outputs, const float *shares, const float *residuals, int from);
 
-static void experts_down(float *out, float *outputs, void *scratch, const float *h, const void *weight, const float *shares,
+static void experts_down(float *out, float *outputs, void *scratch, const float *h, const void *weight, BIAS_ARGUMENT const float *shares,
                          const int32_t *order, const int32_t *tasks, RESIDUAL_ARGUMENT const int32_t *rows,
                          const struct thread_team *team) {
   const int count = rows[0] * C, pairs = (PANELS + 1) / 2;
@@ -44,7 +48,8 @@ static void experts_down(float *out, float *outputs, void *scratch, const float 
     const int first = unit % runs * run, end = first + run < pairs ? first + run : pairs;
     const uint8_t *own = (const uint8_t *)weight + (long)task.expert * PANELS * PANEL;
     const uint8_t *next_panel = (const uint8_t *)weight + (next_expert + 2 * (likely % runs * run)) * PANEL;
-    multiply_task(outputs, own, first, end, next_panel, prepared, order + task.first, task.end - task.first, area);
+    multiply_task(outputs, own, bias + (BIAS ? (long)task.expert * E : 0), first, end, next_panel, prepared, order + task.first,
+                  task.end - task.first, area);
   }
   barrier(team);
 
@@ -55,8 +60,14 @@ static void experts_down(float *out, float *outputs, void *scratch, const float 
   }
 }
 
+// Sixteen outputs of a pair from output `o` on.
+static inline void store_16(float *output, const float *products, const float *biases, int o) {
+  const v16 y = v16_load(products);
+  v16_store(output + o, BIAS ? v16_add(y, v16_load(biases + o)) : y);
+}
+
 // The products of `count` pairs, those that `order` begins with, with pairs `first` to `end` - 1 of an expert's panels.
-static inline void multiply_task(float *outputs, const uint8_t *weight, int first, int end, const uint8_t *next_panel,
+static inline void multiply_task(float *outputs, const uint8_t *weight, const float *biases, int first, int end, const uint8_t *next_panel,
                                  const uint8_t *prepared, const int32_t *order, int count, uint8_t *area) {
   for (int at = 0, tokens; at < count; at += tokens) {
     tokens = tile_tokens(count - at);
@@ -68,7 +79,7 @@ static inline void multiply_task(float *outputs, const uint8_t *weight, int firs
       panel_dot(a, b, pair + 1 < end ? a + 2 * PANEL : after, x_rows, tokens, tile, 32);
       for (int r = 0; r < tokens; r++) {
         for (int c = 0; c < 32 && pair * 32 + c < E; c += 16)
-          v16_store(outputs + (long)order[at + r] * E + pair * 32 + c, v16_load(tile + r * 32 + c));
+          store_16(outputs + (long)order[at + r] * E, tile + r * 32 + c, biases, pair * 32 + c);
       }
     }
   }

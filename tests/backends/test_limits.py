@@ -55,6 +55,7 @@ CHANGES = {
     "cache_bytes": ((64 << 30) - 1, 64 << 30),
     "vocabulary": (1 << 18, (1 << 18) + 1),
     "ungrouped": (False, True),
+    "sinks": (False, True),
 }
 
 
@@ -89,7 +90,12 @@ def runs(kind: str, stem: str, f: ShapeFacts) -> bool:
     if stem in ("attention_decode", "attention_prefill"):
         fits = heads and 32 <= f.head_dim <= 256 and (kind == "METAL" or f.cache_format != "KV_INT4" or f.head_dim % 32 == 0)
         if kind != "CPU":
-            fits = fits and f.block_size in (8, 16, 32, 64, 128, 256) and f.query_heads // f.kv_heads <= (64 if kind == "CUDA" else 32)
+            fits = (
+                fits
+                and not f.sinks
+                and f.block_size in (8, 16, 32, 64, 128, 256)
+                and f.query_heads // f.kv_heads <= (64 if kind == "CUDA" else 32)
+            )
         if kind == "CUDA":
             fits = fits and f.cache_format != "F32" and f.cache_bytes < 64 << 30
             fits = fits and prefill_shared(f.head_dim, 1, f.cache_format) <= SHARED

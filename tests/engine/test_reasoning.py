@@ -197,6 +197,15 @@ def test_no_token_may_close_reasoning_and_continue() -> None:
     assert not reasoning.accept(ord("b"))
 
 
+def test_a_mark_of_special_tokens_and_text() -> None:
+    class Harmony(Vocabulary):
+        special_ids = frozenset((0, 1, 2))
+        tokens = [b"<|channel|>", b"<|message|>", b"<|end|>", *TOKENS[3:]]
+
+    marks = ReasoningMarks(Harmony(), "<|channel|>analysis<|message|>", "<|end|>", [FORCING_EOS])  # type: ignore[arg-type]
+    assert marks.opening_ids == [0, *b"analysis", 1] and marks.closing_ids == [2]
+
+
 # --- batches: the same tokens for any other requests
 
 

@@ -123,6 +123,21 @@ def norm_route(target: str, T: int = 5, E: int = 64, X: int = 21, C: int = 3) ->
     return kernel("norm_route", target, 5, outs + ins, E=E, X=X, C=C, WEIGHT="F32", RENORMALIZE=1, EPS=1e-5)
 
 
+def norm_route_with_policies(target: str, T: int = 5, E: int = 64, X: int = 16, C: int = 3) -> Call:
+    """The gate of a shared expert is the seventeenth logit."""
+    made, arrays = norm_route(target, T, E, X, C)
+    outs, (x, norm, _, rows) = [*arrays[:4], blank(T), arrays[4]], arrays[5:]
+    defines = dict(made.defines) | {
+        "SIGMOID": 1,
+        "CHOICE_BIAS": 1,
+        "EXPERT_GROUPS": 4,
+        "KEPT_GROUPS": 2,
+        "SHARE_SCALE": "2.5f",
+        "SHARED_GATE": 1,
+    }
+    return kernel("norm_route", target, 6, outs + [x, norm, panels("F32", X + 1, E), floats(X), rows], **defines)
+
+
 # Five rows with two of three experts each; expert 1 has one pair, expert 2 has two tasks.
 ORDER, TASKS = int32(1, 4, 7, 2, 0, 3, 5, 6, 8, 9), int32(4, 0, 0, 3, 1, 3, 4, 2, 4, 7, 2, 7, 10)
 
@@ -143,6 +158,19 @@ def experts_down(weight: str, target: str, T: int = 5, F: int = 64, E: int = 48)
     ins = [floats(T * 2, F), panels(weight, 3 * E, F), floats(T, 2), ORDER, TASKS, floats(T, E), int32(T)]
     arrays = [blank(T, E), blank(T * 2, E), gathering(weight, target, T * 2, F), *ins]
     return kernel("experts_down", target, 3, arrays, E=E, F=F, X=3, C=2, WEIGHT=weight, RESIDUAL=1)
+
+
+def experts_with_biases(stem: str, target: str) -> Call:
+    made, arrays = {"experts_gate_up_silu": experts_gate_up_silu, "experts_down": experts_down}[stem]("BF16", target)
+    clamp = {"GATE_ALPHA": "1.7f", "GATE_LIMIT": "7.0f"} if stem == "experts_gate_up_silu" else {}
+    after_weight = {"experts_gate_up_silu": 5, "experts_down": 5}[stem]
+    biases = floats(2 * 3 * 48 if clamp else 3 * 48)
+    return kernel(stem, target, made.outs, [*arrays[:after_weight], biases, *arrays[after_weight:]], **dict(made.defines), BIAS=1, **clamp)
+
+
+def attention_with_sinks(stem: str, target: str) -> Call:
+    made, arrays = attention(stem, "BF16", target)
+    return kernel(stem, target, 2, [*arrays, floats(4)], **dict(made.defines), SINKS=1)
 
 
 def norm_qkv_rope_store(weight: str, target: str, T: int = 5, E: int = 64, H: int = 4, K: int = 2, D: int = 48) -> Call:
@@ -273,6 +301,11 @@ def _samples() -> dict[str, Callable[[str], Call]]:
         samples[f"quantize {format}"] = functools.partial(quantize, format, weighted=weighted)
     samples["lora_bias"] = lora_bias
     samples["lora_bias without norm"] = functools.partial(lora_bias, norm=False)
+    samples["norm_route with policies"] = norm_route_with_policies
+    for stem in ("experts_gate_up_silu", "experts_down"):
+        samples[f"{stem} BF16 with biases"] = functools.partial(experts_with_biases, stem)
+    for stem in ("attention_decode", "attention_prefill"):
+        samples[f"{stem} BF16 with sinks"] = functools.partial(attention_with_sinks, stem)
     samples["matmul with a norm of its outputs"] = matmul_normed
     samples["pack F32 as BF16"] = functools.partial(pack, "F32", "BF16")
     for cache in ("F32", "F16", "BF16"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,12 +85,21 @@ def check_logits(llm: LLM, prompt: Prompt) -> None:
     assert error.max() < TOLERANCE, f"logits off by {error.max():.4g} at position {prompt.positions[worst]} of {len(prompt.ids)}"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# Their kernels, names and keys are in the plain suite by a family with the same policies; the rest, half a minute, is long.
+RARE = frozenset(("qwen2moe", "gpt-oss-clamped", "granitemoe", "glm4moe", "dots1", "ernie4.5moe"))
+
+
+def marked(names: Iterable[str], plain: frozenset[str] = frozenset()) -> list[Any]:
+    """The names, with the mark `long` for those that are rare and not `plain`."""
+    return [pytest.param(name, marks=pytest.mark.long if name in RARE - plain else ()) for name in names]
+
+
+@pytest.mark.parametrize("name", marked(FAMILIES))
 def test_safetensors(name: str) -> None:
     check(GOLDEN / name, name)
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.gguf])
+@pytest.mark.parametrize("name", marked([name for name, family in FAMILIES.items() if family.gguf], frozenset(("qwen2moe", "glm4moe"))))
 def test_gguf(name: str, tmp_path: Path) -> None:
     write_gguf(GOLDEN / name, tmp_path / "model.gguf", FAMILIES[name].gguf or "")
     check_in_pieces(tmp_path / "model.gguf", name)

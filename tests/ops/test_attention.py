@@ -20,8 +20,8 @@ S, D, P, M = 8, 32, 24, 6
 BUCKET = 4  # decodes are padded to
 
 
-def reference(q, positions, owners, tables, pool, window, cap=0.0):
-    """Row by row: gather the owner's keys up to the row's position, softmax, weigh the values."""
+def reference(q, positions, owners, tables, pool, window, cap=0.0, sinks=None):
+    """Row by row: gather the owner's keys up to the row's position, softmax with the head's sink, weigh the values."""
     T, H, D = q.shape
     K = pool.shape[2]
     out = np.zeros_like(q)
@@ -32,8 +32,10 @@ def reference(q, positions, owners, tables, pool, window, cap=0.0):
         for h in range(H):
             scores = keys[h * K // H] @ q[t, h] * D**-0.5
             scores = cap * np.tanh(scores / cap) if cap else scores
-            weights = np.exp(scores - scores.max())
-            out[t, h] = weights / weights.sum() @ values[h * K // H]
+            sink = -np.inf if sinks is None else sinks[h]
+            top = max(scores.max(), sink)
+            weights = np.exp(scores - top)
+            out[t, h] = weights / (weights.sum() + np.exp(sink - top)) @ values[h * K // H]
     return out
 
 
@@ -79,15 +81,15 @@ class Step:
         self.batch = Batch(*tensors, -(-int(contexts.max()) // S), bucket, longest, common)
         self.S = S
 
-    def attend(self, window=0, dtype=dtypes.float32, cap=0.0):
+    def attend(self, window=0, dtype=dtypes.float32, cap=0.0, sinks=None):
         pool = Tensor(self.pool).cast(dtype).contiguous().realize()
         cache, scale = LayerCache(pool, alias(pool)), self.q.shape[2] ** -0.5
-        out = PagedAttention(self.batch, self.S)(realized(self.q), cache, scale, window, cap)
+        out = PagedAttention(self.batch, self.S)(realized(self.q), cache, scale, window, cap, None if sinks is None else realized(sinks))
         return out.numpy().reshape(self.q.shape)[self.rows]
 
-    def expected(self, window=0, dtype=dtypes.float32, cap=0.0):
+    def expected(self, window=0, dtype=dtypes.float32, cap=0.0, sinks=None):
         pool = Tensor(self.pool).cast(dtype).float().numpy()
-        return reference(self.q[self.rows], self.positions, self.owners, self.tables, pool, window, cap)
+        return reference(self.q[self.rows], self.positions, self.owners, self.tables, pool, window, cap, sinks)
 
 
 def force(monkeypatch, decode, prefill):
@@ -121,6 +123,19 @@ def test_capped_scores(monkeypatch, variant):
     step = Step(*CASES["decodes and chunks"], 2)
     np.testing.assert_allclose(step.attend(5, cap=0.5), step.expected(5, cap=0.5), atol=2e-6)
     assert np.abs(step.expected(5) - step.expected(5, cap=0.5)).max() > 0.05
+    assert {choice.variant for choice in registry.choices()} == {variant}
+
+
+SINKS = np.array([0.5, -2.0, 60.0, -60.0, 1.0, 2.0], np.float32)  # also far above all scores and far below
+
+
+@pytest.mark.parametrize("variant", ["ref", *VARIANTS])
+def test_sinks(monkeypatch, variant):
+    """Contexts of one partition of 256 keys, and of several."""
+    force(monkeypatch, variant, variant)
+    step = Step([20, 600], [(500, 20)], 2, S=16, M=40, P=100)
+    for window in (0, 300):
+        np.testing.assert_allclose(step.attend(window, sinks=SINKS), step.expected(window, sinks=SINKS), atol=2e-6)
     assert {choice.variant for choice in registry.choices()} == {variant}
 
 

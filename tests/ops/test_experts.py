@@ -9,7 +9,7 @@ from tinygrad import Tensor
 from tests.ops.inputs import FORMATS_AND_VARIANTS, VARIANTS, by_kernel, int32, numbers, packed, realized
 from tinyvllm.backends import registry
 from tinyvllm.backends.operands import Weight
-from tinyvllm.ops.experts import Routing, RoutingPolicy, experts_down, experts_gate_up_silu, norm_route
+from tinyvllm.ops.experts import GateClamp, Routing, RoutingPolicy, experts_down, experts_gate_up_silu, norm_route
 from tinyvllm.ops.linear import TensorWeight
 from tinyvllm.ops.norm import Norm
 from tinyvllm.quant.formats import Activations, Layout, activations_of, formats_in
@@ -52,6 +52,53 @@ def test_the_largest_logits_choose(monkeypatch, variant, renormalize):
     np.testing.assert_allclose(got.shares.numpy(), shares, rtol=1e-4)
 
 
+POLICIES = {
+    "logits' bias": RoutingPolicy(X, C, True, bias="logits"),
+    "softmax, choice's bias": RoutingPolicy(X, C, True, bias="choice"),
+    "sigmoid": RoutingPolicy(X, C, False, sigmoid=True, scale=2.5),
+    "sigmoid, bias, groups": RoutingPolicy(8, 3, True, True, "choice", 4, 2, 1.5),
+    "a shared expert's gate": RoutingPolicy(16, C, False, gated=True),
+}
+
+
+def chosen_by_hand(logits: np.ndarray, policy: RoutingPolicy, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Experts and shares, row by row."""
+    experts, shares = [], []
+    for row in logits.astype(np.float64):
+        row = row + bias if policy.bias == "logits" else row
+        powers = np.exp(row - row.max())
+        scores = 1 / (1 + np.exp(-row)) if policy.sigmoid else powers / powers.sum()
+        numbers = scores + bias if policy.bias == "choice" else scores
+        groups = numbers.reshape(policy.groups, -1)
+        best = np.argsort(-np.sort(groups, axis=1)[:, -2:].sum(1), kind="stable")[: policy.kept_groups]
+        kept = np.isin(np.arange(policy.groups), best) | (policy.groups == 1)
+        own = np.argsort(-np.where(np.repeat(kept, groups.shape[1]), numbers, -np.inf), kind="stable")[: policy.chosen]
+        share = scores[own] / scores[own].sum() if policy.renormalize else scores[own]
+        experts.append(own)
+        shares.append(share * policy.scale)
+    return np.array(experts), np.array(shares)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("variant", [*VARIANTS[:1], "plain", "ref"])
+def test_policies_of_the_choice(monkeypatch, variant, name):
+    policy = POLICIES[name]
+    rows, E = policy.experts + policy.gated, 64
+    weight, x, bias = packed("F32", rows, E), numbers(T, E), numbers(policy.experts, seed=4) * np.float32(0.7)
+    router = weight.dense().numpy()
+    if variant != "ref":
+        monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_route={variant}")
+    given = TensorWeight((realized(router),)) if variant == "ref" else weight
+    got = norm_route(realized(x), norm(E), given, int32(T), policy, realized(bias))
+    logits = normed(x) @ router.T
+    chosen, shares = chosen_by_hand(logits[:, : policy.experts], policy, bias)
+    np.testing.assert_array_equal(got.chosen.numpy(), chosen)
+    np.testing.assert_allclose(got.shares.numpy(), shares, rtol=1e-4)
+    if policy.gated:
+        assert got.gates is not None
+        np.testing.assert_allclose(got.gates.numpy(), 1 / (1 + np.exp(-logits[:, -1:])), rtol=1e-5)
+
+
 def routed(E: int) -> tuple[Tensor, Routing]:
     """x [T, E] and its routing by the kernel, with groups."""
     x = realized(numbers(T, E))
@@ -89,6 +136,39 @@ def test_products_of_experts_equal_their_reference(monkeypatch, format, variant)
     for stem, op, tolerance in (("experts_gate_up_silu", first, TOLERANCE[format]), ("experts_down", second, 2e-5)):
         got, want = (by_kernel(monkeypatch, stem, which, op) for which in (variant, "ref"))
         np.testing.assert_allclose(got, want, atol=tolerance)
+
+
+@pytest.mark.parametrize("variant", [VARIANTS[0], "plain", "ref"])
+def test_biases_and_a_clamped_gate(monkeypatch, variant):
+    """Against numpy; a limit that many gates reach. Gate and up of two formats are two launches."""
+    E, F, clamp = 64, 48, GateClamp(1.7, 0.5)
+    x, routing = routed(E)
+    biases, down_biases = numbers(2, X, F, seed=5), numbers(X, E, seed=6)
+    weight, down = packed("F32", 2 * X * F, E), packed("F32", X * E, 96)
+    matrices, chosen = weight.dense().numpy().reshape(2, X, F, E), routing.chosen.numpy()
+    gate, up = (np.einsum("ti,tcoi->tco", normed(x.numpy()), m[chosen]) + b[chosen] for m, b in zip(matrices, biases, strict=True))
+    gate, up = np.minimum(gate, clamp.limit), np.clip(up, -clamp.limit, clamp.limit)
+    want = (gate / (1 + np.exp(-clamp.alpha * gate)) * (up + 1)).reshape(-1, F)
+
+    def first(weight: Weight) -> np.ndarray:
+        return experts_gate_up_silu(
+            x, norm(E), weight, routing, int32(T), X, bias=realized(biases.reshape(-1)), clamp=clamp
+        ).numpy()  # fmt: skip
+
+    np.testing.assert_allclose(by_kernel(monkeypatch, "experts_gate_up_silu", variant, lambda: first(weight)), want, atol=1e-4)
+    parts = MixedWeight((packed("F32", X * F, E), packed("BF16", X * F, E, seed=1)))
+    mixed = [by_kernel(monkeypatch, "experts_gate_up_silu", which, lambda: first(parts)) for which in (variant, "ref")]
+    np.testing.assert_allclose(*mixed, atol=TOLERANCE["BF16"])
+
+    h, residual = numbers(T * C, 96), numbers(T, E)
+    own = np.einsum("tci,tcoi->tco", h.reshape(T, C, 96), down.dense().numpy().reshape(X, E, 96)[chosen]) + down_biases[chosen]
+
+    def second() -> np.ndarray:
+        bias = realized(down_biases.reshape(-1))
+        return experts_down(realized(h), down, routing, int32(T), X, realized(residual), bias=bias).numpy()
+
+    want = residual + (own * routing.shares.numpy()[..., None]).sum(1)
+    np.testing.assert_allclose(by_kernel(monkeypatch, "experts_down", variant, second), want, atol=1e-4)
 
 
 def test_gate_and_up_of_experts_in_two_formats(monkeypatch):

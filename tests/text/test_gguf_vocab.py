@@ -52,6 +52,18 @@ def cut_by(pre_tokenizer: pre_tokenizers.PreTokenizer, normalizer: normalizers.N
 
 QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
+O200K = "|".join(  # as tiktoken publishes it
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+
 
 @pytest.mark.parametrize(
     ("pre", "pre_tokenizer", "normalizer"),
@@ -67,6 +79,11 @@ QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L
             pre_tokenizers.Sequence(
                 [pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
             ),
+            None,
+        ),
+        (
+            "gpt-4o",
+            pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(O200K), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]),
             None,
         ),
         ("smollm", pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]), None),
@@ -132,6 +149,17 @@ def test_bos_rules_of_bpe(pre: str, flags: dict[str, bool], before: bool, after:
     tokenizer = tokenizer_from_gguf(gguf_of_byte_level(byte_level(), pre, **flags))
     ids = tokenizer.encode("the fox")
     assert (ids[0] == tokenizer.bos_id, ids[-1] in tokenizer.eos_ids) == (before, after)
+
+
+@pytest.mark.parametrize(("harmony", "ends"), [(False, {"<|end|>"}), (True, {"<|return|>", "<|call|>"})])
+def test_in_harmony_the_end_of_a_message_is_not_that_of_the_answer(harmony: bool, ends: set[str]) -> None:
+    metadata = gguf_of_byte_level(byte_level(), "gpt-4o", eos_token_id=None)
+    special = ["<|end|>", *(["<|return|>", "<|call|>"] if harmony else [])]
+    metadata["tokenizer.ggml.tokens"] += special
+    metadata["tokenizer.ggml.token_type"] += [3] * len(special)
+    tokenizer = tokenizer_from_gguf(metadata)
+    named = {tokenizer.decode([i], skip_special_tokens=False) for i in tokenizer.eos_ids}
+    assert named & {"<|end|>", "<|return|>", "<|call|>"} == ends
 
 
 def test_user_defined_and_unused_tokens() -> None:

@@ -83,6 +83,13 @@ _CLASSES = {
     "Qwen2": "Qwen2ForCausalLM",
     "Qwen3": "Qwen3ForCausalLM",
     "Qwen3Moe": "Qwen3MoeForCausalLM",
+    "Qwen2Moe": "Qwen2MoeForCausalLM",
+    "GptOss": "GptOssForCausalLM",
+    "GraniteMoe": "GraniteMoeForCausalLM",
+    "GraniteMoeShared": "GraniteMoeSharedForCausalLM",
+    "Glm4Moe": "Glm4MoeForCausalLM",
+    "Dots1": "Dots1ForCausalLM",
+    "Ernie4_5_Moe": "Ernie4_5_MoeForCausalLM",
     "Mixtral": "MixtralForCausalLM",
     "Olmoe": "OlmoeForCausalLM",
     "Phi3": "Phi3ForCausalLM",
@@ -101,6 +108,14 @@ _CLASSES = {
 
 _GPT2 = {"vocab_size": 256, "n_positions": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
 _MOE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+_GPT_OSS = _llama(
+    head_dim=32,
+    intermediate_size=32,
+    num_local_experts=6,
+    num_experts_per_tok=3,
+    sliding_window=16,
+    rope_parameters=_YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+)
 
 FAMILIES: dict[str, Family] = {
     "llama1": _family("Llama", _llama(num_key_value_heads=4, rms_norm_eps=1e-6), store="float16"),
@@ -215,5 +230,49 @@ FAMILIES: dict[str, Family] = {
         "Mixtral", _llama(intermediate_size=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=None), gguf="llama"
     ),
     "olmoe": _family("Olmoe", _llama(intermediate_size=32, num_experts=8, num_experts_per_tok=3, norm_topk_prob=False), gguf="olmoe"),
+    "qwen2moe": _family(
+        "Qwen2Moe", _llama(num_experts=6, shared_expert_intermediate_size=64, decoder_sparse_step=2, **_MOE), gguf="qwen2moe"
+    ),
+    "gpt-oss": _family("GptOss", _GPT_OSS, gguf="gpt-oss"),
+    "gpt-oss-clamped": _family("GptOss", _GPT_OSS | {"swiglu_limit": 0.4, "swiglu_alpha": 1.2}),
+    "granitemoe": _family(
+        "GraniteMoeShared",
+        _llama(
+            intermediate_size=32,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            shared_intermediate_size=64,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.5,
+            attention_multiplier=0.3,
+            logits_scaling=0.5,
+        ),
+        gguf="granitemoe",
+    ),
+    "glm4moe": _family(
+        "Glm4Moe",
+        _llama(
+            head_dim=32,
+            n_routed_experts=8,
+            n_shared_experts=2,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.5,
+            first_k_dense_replace=1,
+            use_qk_norm=True,
+            attention_bias=True,
+            rope_parameters=_rope(10000.0, partial_rotary_factor=0.5),
+            **_MOE,
+        ),
+        gguf="glm4moe",
+    ),
+    "dots1": _family(
+        "Dots1", _llama(head_dim=32, n_routed_experts=8, n_shared_experts=1, sliding_window=None, norm_topk_prob=True, **_MOE), gguf="dots1"
+    ),
+    "ernie4.5moe": _family(
+        "Ernie4_5_Moe",
+        _llama(head_dim=16, moe_num_experts=8, moe_k=2, moe_intermediate_size=32, moe_num_shared_experts=2),
+        gguf="ernie4_5-moe",
+    ),
     "qwen3moe-mixed": _family("Qwen3Moe", _llama(head_dim=16, num_experts=4, norm_topk_prob=False, mlp_only_layers=[0], **_MOE)),
 }

@@ -46,6 +46,9 @@ def write_checkpoint(family: Family, seed: int, folder: Path) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(_random(name, weight, generator, norms_at=0.0 if family.model_class.startswith("Gemma") else 1.0))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     model.to(getattr(torch, family.store))
     size = {"max_shard_size": family.shard_bytes} if family.shard_bytes else {}
     model.save_pretrained(folder, **size)
@@ -98,7 +101,7 @@ def compute(model: Any, prompts: list[list[int]]) -> Reference:
 def window_matters(model: Any, reference: Reference) -> bool:
     """Whether the model's sliding window, if it has one, changes the last logits of the longest prompt."""
     window = getattr(model.config, "sliding_window", None)
-    if window is None:
+    if not window:
         return True
     kept = model.config.sliding_window, getattr(model.config, "layer_types", None)
     model.config.sliding_window = 10_000

@@ -32,6 +32,11 @@ _LAYER = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{f"mlp.shared_expert{s}.{part}_proj": f"ffn_{part}_shexp" for s in ("", "s") for part in ("gate", "up", "down")},
+    "shared_mlp.output_linear": "ffn_down_shexp",
     "ln_1": "attn_norm",
     "ln_2": "ffn_norm",
     "attn.c_attn": "attn_qkv",
@@ -41,6 +46,8 @@ _LAYER = {
 }
 _OTHER_NORMS = {  # by architecture: norms that the same names in Hugging Face's files do not mean elsewhere
     "olmo2": {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
+    "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
+    "glm4moe": {"post_attention_layernorm": "post_attention_norm"},
     "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
     "gemma": {
         "post_attention_layernorm": "post_attention_norm",
@@ -48,7 +55,18 @@ _OTHER_NORMS = {  # by architecture: norms that the same names in Hugging Face's
         "post_feedforward_layernorm": "post_ffw_norm",
     },
 }
-_INTERLEAVED = ("llama", "smollm3", "granite", "mistral3")  # whose rotary pairs are adjacent in GGUF, but not in Hugging Face's files
+_WHOLE = {  # names without a kind of their own
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
+}
+_INTERLEAVED = (
+    "llama",
+    "smollm3",
+    "granite",
+    "granitemoe",
+    "mistral3",
+)  # whose rotary pairs are adjacent in GGUF, but not in Hugging Face's files
 _TOP = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -84,6 +102,9 @@ def gguf_tensors(tensors: dict[str, np.ndarray], config: dict[str, Any], arch: s
     out: dict[str, np.ndarray] = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, value in tensors.items():
+        if fused := _fused(name, value):
+            out |= fused
+            continue
         if ".experts." in name:  # model.layers.N.mlp.experts.E.gate_proj.weight; of Mixtral block_sparse_moe, and w1
             _, _, layer, _, _, expert, part, _ = name.split(".")
             part = {"w1": "gate", "w2": "down", "w3": "up"}.get(part) or part.removesuffix("_proj")
@@ -97,10 +118,33 @@ def gguf_tensors(tensors: dict[str, np.ndarray], config: dict[str, Any], arch: s
             value = value + 1
         if name.endswith(_CONV1D):
             value = value.T
+        if name.endswith(("shared_expert_gate.weight", "e_score_correction_bias")):
+            value = value.reshape(-1)
         out[_gguf_name(name, arch)] = np.ascontiguousarray(value)
     for name, parts in experts.items():
         out[name] = np.stack([parts[e] for e in range(len(parts))])
     return out | _rope_tensors(config)
+
+
+def _fused(name: str, value: np.ndarray) -> dict[str, np.ndarray]:
+    """The experts of a layer that are in one tensor already, or gate and up that are; nothing for other tensors.
+
+    gpt-oss: [X, E, 2 F], the columns of gate and up alternating, and their biases; Granite: [X, 2 F, E], gate's rows first.
+    """
+    blk, part = f"blk.{(name.split('.') + ['', '', ''])[2]}", name.split(".", 3)[-1]
+    if part in ("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias"):
+        kind, rows = ("bias", value) if part.endswith("bias") else ("weight", value.swapaxes(1, 2))
+        return {f"{blk}.ffn_{half}_exps.{kind}": np.ascontiguousarray(rows[:, i::2]) for i, half in enumerate(("gate", "up"))}
+    if part in ("mlp.experts.down_proj", "mlp.experts.down_proj_bias"):
+        kind, rows = ("bias", value) if part.endswith("bias") else ("weight", value.swapaxes(1, 2))
+        return {f"{blk}.ffn_down_exps.{kind}": np.ascontiguousarray(rows)}
+    if part == "block_sparse_moe.output_linear.weight":
+        return {f"{blk}.ffn_down_exps.weight": value}
+    place = {"block_sparse_moe.input_linear.weight": "exps", "shared_mlp.input_linear.weight": "shexp"}.get(part)
+    if place is None:
+        return {}
+    gate, up = (np.ascontiguousarray(half) for half in np.split(value, 2, axis=-2))
+    return {f"{blk}.ffn_gate_{place}.weight": gate, f"{blk}.ffn_up_{place}.weight": up}
 
 
 def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -112,6 +156,8 @@ def _gguf_name(name: str, arch: str) -> str:
     stem, _, kind = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
+    if (whole := name.split(".", 3)[-1]) in _WHOLE:
+        return f"blk.{name.split('.')[2]}.{_WHOLE[whole]}"
     _, _, layer, part = stem.split(".", 3)
     part = _OTHER_NORMS.get("gemma" if arch in ("gemma2", "gemma3") else arch, {}).get(part) or _LAYER[part]
     return f"blk.{layer}.{part}.{kind}"
@@ -197,7 +243,17 @@ def _write_parameters(writer: Any, config: dict[str, Any]) -> None:
     optional: list[tuple[str, Callable[[Any], None]]] = [
         ("num_local_experts", writer.add_expert_count),
         ("num_experts", writer.add_expert_count),
+        ("n_routed_experts", writer.add_expert_count),
+        ("moe_num_experts", writer.add_expert_count),
         ("num_experts_per_tok", writer.add_expert_used_count),
+        ("moe_k", writer.add_expert_used_count),
+        ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
+        ("shared_intermediate_size", writer.add_expert_shared_feed_forward_length),
+        ("n_shared_experts", writer.add_expert_shared_count),
+        ("moe_num_shared_experts", writer.add_expert_shared_count),
+        ("routed_scaling_factor", writer.add_expert_weights_scale),
+        ("n_group", writer.add_expert_group_count),
+        ("topk_group", writer.add_expert_group_used_count),
         ("moe_intermediate_size", writer.add_expert_feed_forward_length),
         ("head_dim", writer.add_key_length),
         ("head_dim", writer.add_value_length),
@@ -220,7 +276,9 @@ def _write_parameters(writer: Any, config: dict[str, Any]) -> None:
 
 
 def _write_policies(writer: Any, config: dict[str, Any]) -> None:
-    """What OLMo 3, Granite and Gemma differ in."""
+    """What OLMo 3, Granite, Gemma and models with experts differ in."""
+    import gguf
+
     keys: dict[str, Callable[[Any], None]] = {
         "embedding_multiplier": writer.add_embedding_scale,
         "residual_multiplier": writer.add_residual_scale,
@@ -232,6 +290,12 @@ def _write_policies(writer: Any, config: dict[str, Any]) -> None:
     for key, add in keys.items():
         if config.get(key) is not None:
             add(config[key])
+    if config["model_type"] == "gpt_oss":
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if "n_group" in config:
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config["model_type"] in ("olmo3", "gemma2", "gemma3_text"):
         writer.add_sliding_window(config["sliding_window"])
         if config["model_type"] != "gemma2":
@@ -247,7 +311,7 @@ def _write_rope(writer: Any, config: dict[str, Any]) -> None:
     if "mscale_all_dim" in rope:
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
-    if config["model_type"] in ("llama", "mistral", "phi3", "glm4"):
+    if config["model_type"] in ("llama", "mistral", "phi3", "glm4", "glm4_moe"):
         writer.add_rope_dimension_count(int(_head_dim(config) * rope.get("partial_rotary_factor", 1.0)))
     if config["model_type"] == "phi3":
         writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])

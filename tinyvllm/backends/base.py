@@ -13,6 +13,7 @@ from tinyvllm.backends.operands import (
     QKV,
     AdapterStack,
     DrawInputs,
+    GateClamp,
     History,
     KernelTable,
     KernelWeight,
@@ -87,14 +88,15 @@ class Backend(Protocol):
     def append_kv(self, variant: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache: ...
 
     def attention_decode(
-        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0
-    ) -> Tensor:
+        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """[T, H * D], of which the rows of the decodes are written. Blocks that `batch.shared_prefix_lens` names are read once."""
         ...
 
     def attention_prefill(
         self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch,
-        cap: float = 0.0,
+        cap: float = 0.0, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """`out` [T, H * D], or a new tensor, with the rows of the chunks written."""
         ...
@@ -123,19 +125,21 @@ class Backend(Protocol):
     ) -> Tensor: ...
 
     def norm_route(
-        self, variant: str, x: Tensor, norm: NormWeights | None, router: KernelWeight, rows: Tensor, policy: RoutingPolicy
-    ) -> Routing: ...
+        self, variant: str, x: Tensor, norm: NormWeights | None, router: KernelWeight, rows: Tensor, policy: RoutingPolicy,
+        bias: Tensor | None = None,
+    ) -> Routing: ...  # fmt: skip
 
     def experts_gate_up_silu(
         self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, routing: Routing, rows: Tensor, experts: int,
-        gelu: bool = False,
+        gelu: bool = False, bias: Tensor | None = None, clamp: GateClamp | None = None,
     ) -> Tensor:  # fmt: skip
         """[T * C, F]: of each pair of a row and one of its experts."""
         ...
 
     def experts_down(
-        self, variant: str, h: Tensor, weight: KernelWeight, routing: Routing, rows: Tensor, experts: int, residual: Tensor | None
-    ) -> Tensor: ...
+        self, variant: str, h: Tensor, weight: KernelWeight, routing: Routing, rows: Tensor, experts: int, residual: Tensor | None,
+        bias: Tensor | None = None,
+    ) -> Tensor: ...  # fmt: skip
 
     def norm_head(
         self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor,

@@ -25,6 +25,7 @@ class ShapeFacts:
     output_norm, output_scale  the outputs are normed, or scaled, before the residual is added
     whole_qk_norm    the q/k norms are over all heads at once
     cap              scores, or logits, are capped
+    sinks            heads have sinks: one more score each, without a value
     ungrouped        the reference has chosen the experts of rows, so that nothing lists the rows of an expert
     scaled           rows of the embedding are scaled, or logits are
     head_dim, query_heads, kv_heads
@@ -47,6 +48,7 @@ class ShapeFacts:
     output_scale: bool = False
     whole_qk_norm: bool = False
     cap: bool = False
+    sinks: bool = False
     scaled: bool = False
     ungrouped: bool = False
     head_dim: int = 0
@@ -166,6 +168,7 @@ plain_logits = (without("scaled", "a divisor of the logits"), without("cap", "a 
 silu_gate = without("gelu", "a gate with GELU")
 no_cap = without("cap", "a cap of the scores")
 one_bias = without("row_bias", "a bias of each row, which adapters make")
+no_sinks = without("sinks", "sinks")
 grouped_rows = without("ungrouped", "experts that norm_route has not chosen")
 norm_by_head = without("whole_qk_norm", "norms of q and k over all heads at once")
 

@@ -94,15 +94,43 @@ class AdapterStack:
     starts: tuple[int, ...]
 
 
+RouterBias = Literal["", "logits", "choice"]
+
+
+@dataclass(frozen=True)
+class GateClamp:
+    """A gated product of gpt-oss: min(gate, limit) * sigmoid(alpha min(gate, limit)) * (clip(up, -limit, limit) + 1)."""
+
+    alpha: float
+    limit: float
+
+
 @dataclass(frozen=True)
 class RoutingPolicy:
     """How a mixture chooses: of `experts` the `chosen` with the largest logits, with their shares of the softmax over all logits, or over
     the chosen ones if `renormalize`.
+
+    sigmoid  scores are sigmoids of the logits instead of shares of the softmax
+    bias     what the router's bias is added to: nothing, the logits, or the scores for the choice alone
+    groups   of experts, of which the `kept_groups` are chosen from whose two largest scores, with their biases, add up to the most
+    scale    of the shares
+    gated    whether the router has one more row: the logit of the gate of an expert that all rows share
     """
 
     experts: int
     chosen: int
     renormalize: bool
+    sigmoid: bool = False
+    bias: RouterBias = ""
+    groups: int = 1
+    kept_groups: int = 1
+    scale: float = 1.0
+    gated: bool = False
+
+    @property
+    def by_scores(self) -> bool:
+        """Whether the largest logits are not, by definition, what is chosen."""
+        return self.sigmoid or self.bias == "choice" or self.groups > 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,11 +139,13 @@ class Routing:
 
     groups  pairs of row and expert by expert, as kernels read them (kernels/cpu/include/experts.h): order int32 [T * C] and tasks int32;
             None if the reference has chosen
+    gates   of the shared expert float32 [T, 1], None if it has none
     """
 
     shares: Tensor
     chosen: Tensor
     groups: tuple[Tensor, Tensor] | None = None
+    gates: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

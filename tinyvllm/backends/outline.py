@@ -13,6 +13,7 @@ from tinyvllm.backends.operands import (
     QKV,
     AdapterStack,
     DrawInputs,
+    GateClamp,
     History,
     KernelTable,
     KernelWeight,
@@ -69,13 +70,14 @@ class Outline:
         return cache
 
     def attention_decode(
-        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0
-    ) -> Tensor:
+        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         return empty(q, int(q.shape[0]), int(q.shape[1]) * int(q.shape[2]))
 
     def attention_prefill(
         self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch,
-        cap: float = 0.0,
+        cap: float = 0.0, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         return empty(q, int(q.shape[0]), int(q.shape[1]) * int(q.shape[2]))
 
@@ -104,20 +106,23 @@ class Outline:
         return empty(x, int(x.shape[0]), weight.O // 2)
 
     def norm_route(
-        self, variant: str, x: Tensor, norm: NormWeights | None, router: KernelWeight, rows: Tensor, policy: RoutingPolicy
-    ) -> Routing:
+        self, variant: str, x: Tensor, norm: NormWeights | None, router: KernelWeight, rows: Tensor, policy: RoutingPolicy,
+        bias: Tensor | None = None,
+    ) -> Routing:  # fmt: skip
         T, C = int(x.shape[0]), policy.chosen
-        return Routing(empty(x, T, C), integers(x, T, C), (integers(x, T * C), integers(x, 1)))
+        gates = empty(x, T, 1) if policy.gated else None
+        return Routing(empty(x, T, C), integers(x, T, C), (integers(x, T * C), integers(x, 1)), gates)
 
     def experts_gate_up_silu(
         self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, routing: Routing, rows: Tensor, experts: int,
-        gelu: bool = False,
+        gelu: bool = False, bias: Tensor | None = None, clamp: GateClamp | None = None,
     ) -> Tensor:  # fmt: skip
         return empty(x, int(routing.chosen.numel()), weight.O // 2 // experts)
 
     def experts_down(
-        self, variant: str, h: Tensor, weight: KernelWeight, routing: Routing, rows: Tensor, experts: int, residual: Tensor | None
-    ) -> Tensor:
+        self, variant: str, h: Tensor, weight: KernelWeight, routing: Routing, rows: Tensor, experts: int, residual: Tensor | None,
+        bias: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         return empty(h, int(routing.chosen.shape[0]), weight.O // experts)
 
     def norm_head(

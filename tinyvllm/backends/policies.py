@@ -6,6 +6,7 @@ from tinygrad import Tensor
 
 from tinyvllm.backends.buffers import constant
 from tinyvllm.backends.kernel import Constant
+from tinyvllm.backends.operands import GateClamp, RoutingPolicy
 
 
 def row_scale(scale: float) -> dict[str, Constant]:
@@ -13,9 +14,36 @@ def row_scale(scale: float) -> dict[str, Constant]:
     return {} if scale == 1.0 else {"ROW_SCALE": constant(scale)}
 
 
-def gate(gelu: bool) -> dict[str, Constant]:
-    """Of a gated product: GELU instead of SiLU."""
-    return {"GATE_GELU": 1} if gelu else {}
+def gate(gelu: bool, clamp: GateClamp | None = None) -> dict[str, Constant]:
+    """Of a gated product: GELU, or gpt-oss's gate, instead of SiLU."""
+    clamped: dict[str, Constant] = {} if clamp is None else {"GATE_ALPHA": constant(clamp.alpha), "GATE_LIMIT": constant(clamp.limit)}
+    return ({"GATE_GELU": 1} if gelu else {}) | clamped
+
+
+def bias(has: bool) -> dict[str, Constant]:
+    """Of products of experts."""
+    return {"BIAS": 1} if has else {}
+
+
+def sinks(has: bool) -> dict[str, Constant]:
+    """Of attention: one more score a head, without a value."""
+    return {"SINKS": 1} if has else {}
+
+
+def routing(policy: RoutingPolicy) -> dict[str, Constant]:
+    """Of a choice of experts."""
+    constants: dict[str, Constant] = {}
+    if policy.sigmoid:
+        constants["SIGMOID"] = 1
+    if policy.bias:
+        constants["LOGIT_BIAS" if policy.bias == "logits" else "CHOICE_BIAS"] = 1
+    if policy.groups > 1:
+        constants |= {"EXPERT_GROUPS": policy.groups, "KEPT_GROUPS": policy.kept_groups}
+    if policy.scale != 1.0:
+        constants["SHARE_SCALE"] = constant(policy.scale)
+    if policy.gated:
+        constants["SHARED_GATE"] = 1
+    return constants
 
 
 def output_scale(scale: float) -> dict[str, Constant]:

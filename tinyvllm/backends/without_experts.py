@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from tinygrad import Tensor
 
-from tinyvllm.backends.operands import KernelWeight, NormWeights, Routing, RoutingPolicy
+from tinyvllm.backends.operands import GateClamp, KernelWeight, NormWeights, Routing, RoutingPolicy
 
 
 class WithoutExperts:
     """A base of backends on which experts are computed by the reference."""
 
     def norm_route(
-        self, variant: str, x: Tensor, norm: NormWeights | None, router: KernelWeight, rows: Tensor, policy: RoutingPolicy
-    ) -> Routing:
+        self, variant: str, x: Tensor, norm: NormWeights | None, router: KernelWeight, rows: Tensor, policy: RoutingPolicy,
+        bias: Tensor | None = None,
+    ) -> Routing:  # fmt: skip
         raise NotImplementedError("kernels: experts have kernels on the CPU only")
 
     def experts_gate_up_silu(
         self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, routing: Routing, rows: Tensor, experts: int,
-        gelu: bool = False,
+        gelu: bool = False, bias: Tensor | None = None, clamp: GateClamp | None = None,
     ) -> Tensor:  # fmt: skip
         raise NotImplementedError("kernels: experts have kernels on the CPU only")
 
     def experts_down(
-        self, variant: str, h: Tensor, weight: KernelWeight, routing: Routing, rows: Tensor, experts: int, residual: Tensor | None
-    ) -> Tensor:
+        self, variant: str, h: Tensor, weight: KernelWeight, routing: Routing, rows: Tensor, experts: int, residual: Tensor | None,
+        bias: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         raise NotImplementedError("kernels: experts have kernels on the CPU only")

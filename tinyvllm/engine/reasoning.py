@@ -5,6 +5,7 @@ Marks are found in the text, as a reader of the answer finds them: a model may w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -181,5 +182,9 @@ def initial_state(tokenizer: Tokenizer, params: SamplingParams, marks: Reasoning
 
 
 def _ids(tokenizer: Tokenizer, mark: str) -> list[int]:
-    special = {tokenizer.token_text(i): i for i in tokenizer.special_ids}
-    return [special[mark]] if mark in special else tokenizer.encode_within(mark) or []
+    """The tokens that write a mark, which may consist of special tokens and text between them; empty if none do."""
+    special = {text: i for i in tokenizer.special_ids if (text := tokenizer.token_text(i)) and text in mark}
+    longest_first = sorted(special, key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", mark) if special else [mark]
+    encoded = [[special[part]] if part in special else tokenizer.encode_within(part) for part in parts if part]
+    return [] if None in encoded else [i for ids in encoded for i in ids or ()]

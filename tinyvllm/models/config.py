@@ -12,6 +12,7 @@ from tinygrad.llm.model import TransformerConfig
 
 from tinyvllm.errors import ModelError
 from tinyvllm.foreign import Fields, quoted
+from tinyvllm.ops.experts import GateClamp, RouterBias
 from tinyvllm.ops.rope import SCALINGS, RopeScaling
 
 MAX_EXPERTS = 4096  # several times more than any published model has
@@ -34,6 +35,11 @@ class ModelConfig(TransformerConfig):
     attention_cap    c of c tanh(score / c) before the softmax; logits_cap likewise for logits; 0 for none
     embedding_scale, residual_scale  of the embedding, and of what is added to the residual stream
     logits_divisor   of the logits
+    router_sigmoid, router_bias, router_groups  how experts are chosen (`RoutingPolicy`); groups and how many of them are kept
+    biased_experts   whether the experts' products have biases
+    gate_clamp       of the experts' gate, None for SiLU or GELU
+    sinks            whether each head has a sink: one more score without a value
+    draft_layers     layers after the last one in the file, which are for drafts and are not read
     """
 
     family: str = "llama"
@@ -57,6 +63,13 @@ class ModelConfig(TransformerConfig):
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_divisor: float = 1.0
+    router_sigmoid: bool = False
+    router_bias: RouterBias = ""
+    router_groups: tuple[int, int] = (1, 1)
+    biased_experts: bool = False
+    gate_clamp: GateClamp | None = None
+    sinks: bool = False
+    draft_layers: int = 0
     prefix: str = ""  # of the file's tensor names, where checkpoints of one family differ
 
 

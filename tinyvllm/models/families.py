@@ -12,7 +12,7 @@ from tinygrad import nn
 
 from tinyvllm.errors import ModelError
 from tinyvllm.foreign import quoted
-from tinyvllm.models import ernie, gemma, glm, gpt2, granite, llama, ministral, mixtral, olmo, phi, qwen, smollm
+from tinyvllm.models import dots, ernie, gemma, glm, gpt2, gpt_oss, granite, llama, ministral, mixtral, olmo, phi, qwen, smollm
 from tinyvllm.models.config import ModelConfig, Source, Transform, WeightRecipe
 from tinyvllm.models.understood import Recorded, refuse_unread
 
@@ -36,16 +36,24 @@ FAMILIES = (
     Family(("Qwen2ForCausalLM", "MiMoForCausalLM"), ("qwen2",), qwen.qwen2_from_hf, qwen.qwen2_from_gguf, qwen.sources),
     Family(("Qwen3ForCausalLM",), ("qwen3",), qwen.qwen3_from_hf, qwen.qwen3_from_gguf, qwen.sources),
     Family(("Qwen3MoeForCausalLM",), ("qwen3moe",), qwen.qwen3_from_hf, qwen.qwen3_moe_from_gguf, qwen.sources),
+    Family(("Qwen2MoeForCausalLM",), ("qwen2moe",), qwen.qwen2_moe_from_hf, qwen.qwen2_moe_from_gguf, qwen.sources),
     Family(("Phi3ForCausalLM",), ("phi3",), phi.from_hf, phi.from_gguf, phi.sources),
     Family(("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), ("ernie4_5",), ernie.from_hf, ernie.from_gguf, ernie.sources),
+    Family(("Ernie4_5_MoeForCausalLM",), ("ernie4_5-moe",), ernie.moe_from_hf, ernie.moe_from_gguf, ernie.moe_sources),
     Family(("SmolLM3ForCausalLM",), ("smollm3",), smollm.from_hf, smollm.from_gguf, llama.sources),
     Family(("Olmo2ForCausalLM",), (), olmo.olmo2_from_hf, olmo.from_gguf, olmo.sources),
     Family(("Olmo3ForCausalLM",), ("olmo2",), olmo.olmo3_from_hf, olmo.from_gguf, olmo.sources),
     Family(("OlmoeForCausalLM",), ("olmoe",), olmo.olmoe_from_hf, olmo.olmoe_from_gguf, olmo.olmoe_sources),
     Family(("GraniteForCausalLM",), ("granite",), granite.from_hf, granite.from_gguf, llama.sources),
-    Family(("GraniteMoeHybridForCausalLM",), (), granite.dense_hybrid_from_hf, granite.from_gguf, granite.dense_hybrid_sources),
+    Family(("GraniteMoeHybridForCausalLM",), (), granite.hybrid_from_hf, granite.from_gguf, granite.sources),
+    Family(
+        ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"), ("granitemoe",), granite.moe_from_hf, granite.from_gguf, granite.sources
+    ),
     Family(("Ministral3ForCausalLM",), ("mistral3",), ministral.from_hf, ministral.from_gguf, llama.sources),
     Family(("Glm4ForCausalLM",), ("glm4",), glm.from_hf, glm.from_gguf, glm.sources),
+    Family(("Glm4MoeForCausalLM",), ("glm4moe",), glm.moe_from_hf, glm.moe_from_gguf, glm.moe_sources),
+    Family(("Dots1ForCausalLM",), ("dots1",), dots.from_hf, dots.from_gguf, dots.sources),
+    Family(("GptOssForCausalLM",), ("gpt-oss",), gpt_oss.from_hf, gpt_oss.from_gguf, gpt_oss.sources),
     Family(("Gemma2ForCausalLM",), ("gemma2",), gemma.gemma2_from_hf, gemma.gemma2_from_gguf, gemma.sources),
     Family(("Gemma3ForCausalLM",), ("gemma3",), gemma.gemma3_from_hf, gemma.gemma3_from_gguf, gemma.sources),
     Family(("GPT2LMHeadModel",), ("gpt2",), gpt2.from_hf, gpt2.from_gguf, gpt2.sources, gpt2.GPT2),
@@ -64,17 +72,27 @@ def find_family(source: Source) -> Family:
         if any(name in getattr(family, field) for name in names):
             return family
     known = _listed([name for family in FAMILIES for name in getattr(family, field)])
-    raise ModelError(f"models: the architecture {', '.join(map(quoted, names[:3]))} is not supported; supported are {known}")
+    raise ModelError(f"models: architecture {', '.join(map(quoted, names[:3]))} is not supported; known: {known}")
 
 
 def _listed(names: list[str]) -> str:
-    """The names, with the ending that most of Hugging Face's share written once: a message has 300 characters."""
+    """The names, with the ending that most of Hugging Face's share written once, and the beginning of several: a message has 300
+    characters.
+    """
     ending = "ForCausalLM"
     others = [name for name in names if not name.endswith(ending)]
     if len(others) == len(names):
         return ", ".join(names)
-    shared = ", ".join(name.removesuffix(ending) for name in names if name.endswith(ending))
-    return f"{shared} (each followed by {ending}), {', '.join(others)}"
+    return f"{_folded([name.removesuffix(ending) for name in names if name.endswith(ending)])} (+ {ending}), {', '.join(others)}"
+
+
+def _folded(names: list[str]) -> str:
+    """Names that begin with another one are written after it, as what they add."""
+    stems = {name: min((other for other in names if name.startswith(other)), key=len) for name in names}
+    added = {
+        stem: [name.removeprefix(stem) for name in names if stems[name] == stem and name != stem] for stem in dict.fromkeys(stems.values())
+    }
+    return ", ".join(f"{stem}[{'|'.join(more)}]" if more else stem for stem, more in added.items())
 
 
 @dataclass(frozen=True)
@@ -127,7 +145,10 @@ def refuse_unused(config: ModelConfig, weights: list[WeightRecipe], names: Itera
     Constants that converters add to the weights (masks, frequencies) and the copy of a tied head are ignored.
     """
     used = {source for weight in weights for source in weight.sources}
-    ignorable = (*IGNORABLE, "lm_head.weight") if config.tied else IGNORABLE
+    drafts = range(config.num_blocks, config.num_blocks + config.draft_layers)
+    ignorable = [*IGNORABLE, *(f"{prefix}.{layer}.*" for layer in drafts for prefix in ("model.layers", "blk"))]
+    if config.tied:
+        ignorable.append("lm_head.weight")
     extra = [name for name in names if name not in used and not any(fnmatchcase(name, pattern) for pattern in ignorable)]
     if extra:
         listed = ", ".join(sorted(extra)[:3]) + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
@@ -141,7 +162,9 @@ def recipes_of(family: Family, config: ModelConfig, model: Any, kind: str) -> li
 
 
 # Matrices with kernels of their own. A router's are float32: a rounding would not change a product a little, but choose another expert.
-_STEMS = {"ffn_gate_inp": "norm_route"} | dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), "experts_gate_up_silu")
+_STEMS = dict.fromkeys(("ffn_gate_inp", "ffn_gate_inp_shexp"), "norm_route") | dict.fromkeys(
+    ("ffn_gate_exps", "ffn_up_exps"), "experts_gate_up_silu"
+)
 _STEMS["ffn_down_exps"] = "experts_down"
 
 

@@ -15,10 +15,10 @@ from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import uninitialized
 from tinyvllm.errors import ModelError
 from tinyvllm.foreign import Fields, quoted
-from tinyvllm.models.config import MAX_EXPERTS, ModelConfig, Source, Transform, check_factors, check_heads, hf_rope, hf_windows, vocabulary
+from tinyvllm.models.config import ModelConfig, Source, Transform, check_factors, check_heads, hf_rope, hf_windows, vocabulary
+from tinyvllm.models.mixture import expert_products, gguf_expert_sources, gguf_experts, mixture, place_experts
 from tinyvllm.models.projections import LayerWeights, ModelWeights, Product
 from tinyvllm.ops.attention import PagedAttention
-from tinyvllm.ops.experts import RoutingPolicy, experts_down, experts_gate_up_silu, norm_route
 from tinyvllm.ops.head import embed, norm_head
 from tinyvllm.ops.linear import gate_up_silu, linear
 from tinyvllm.ops.lora import AdapterStack, lora_bias
@@ -43,9 +43,17 @@ class Rotations:
     query_factors: Tensor | None
 
 
+@dataclass(eq=False)
+class Sinks:
+    """The scores of the heads' sinks, float32 [H]."""
+
+    weight: Tensor
+
+
 class LlamaBlock(TransformerBlock):
     """One layer. Modules and their names are tinygrad's; the body runs a flat batch against the paged cache."""
 
+    config: ModelConfig  # of the layer
     weights: LayerWeights  # set by the loader
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -58,8 +66,10 @@ class LlamaBlock(TransformerBlock):
         self.cap, self.gelu, self.residual_scale = config.attention_cap, config.gelu, config.residual_scale
         self._place_norms(config)
         self.adapters: dict[str, AdapterStack] = {}  # by field of `LayerWeights`; set where an engine has adapters (runner/adapters.py)
+        if config.sinks:
+            self.attn_sinks = Sinks(Tensor.empty(config.n_heads))
         if config.num_experts:
-            self._place_experts(config)
+            place_experts(self, config)
         if config.output_bias:
             self.attn_output.bias = Tensor.empty(config.dim)
         if config.mlp_bias:
@@ -76,37 +86,21 @@ class LlamaBlock(TransformerBlock):
             widths = (heads * config.head_dim for heads in (config.n_heads, config.n_kv_heads))
             self.attn_q_norm, self.attn_k_norm = (nn.RMSNorm(width, config.norm_eps) for width in widths)
 
-    def _place_experts(self, config: ModelConfig) -> None:
-        """The experts' matrices, each kind as one matrix of all experts' rows."""
-        hidden = config.num_experts * config.hidden_dim
-        shapes = {"ffn_gate_exps": (config.dim, hidden), "ffn_up_exps": (config.dim, hidden)}
-        shapes["ffn_down_exps"] = config.hidden_dim, config.num_experts * config.dim
-        for name, (inputs, outputs) in shapes.items():  # in place of tinygrad's, which have three dimensions
-            setattr(self, name, nn.Linear(inputs, outputs, bias=False))
-
     def forward_batch(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: LayerCache, rotations: Rotations) -> Tensor:
         """x [T, E] float32; result [T, E] float32."""
         angles = None if self.rope is None else rotations.angles[self.rope]
         norm, ordered = self._norm("attn_norm"), self.weights.qkv.in_order(x)
         q, cache = norm_qkv_rope_store(ordered, norm, self._qkv(self._bias("qkv", ordered, norm, batch)), angles, cache, batch)
         q = q if rotations.query_factors is None else (q * rotations.query_factors).contiguous()
-        attended = attention(q, cache, self.scale, self.window, self.cap)
+        sinks = self.attn_sinks.weight if self.config.sinks else None
+        attended = attention(q, cache, self.scale, self.window, self.cap, sinks)
         x = self._project(attended, "attn_output", batch, x, "post_attention_norm")
         if self.weights.router is not None:
-            return self._mixture(x, self.weights.router, batch)
+            return mixture(x, self._norm("ffn_norm"), self._norm("post_ffw_norm"), self.config, self.weights, batch)
         norm, gate_up = self._norm("ffn_norm"), self.weights.ffn_in
         ordered = gate_up.in_order(x)
         h = gate_up_silu(ordered, norm, gate_up.weight, batch.rows, self._bias("ffn_in", ordered, norm, batch), self.gelu).contiguous()
         return self._project(h, "ffn_down", batch, x, "post_ffw_norm")
-
-    def _mixture(self, x: Tensor, router: Product, batch: Batch) -> Tensor:
-        """The residual [T, E] plus what the experts of each row make of it."""
-        norm, weights, count = self._norm("ffn_norm"), self.weights, self.config.num_experts
-        policy = RoutingPolicy(count, self.config.num_experts_per_tok, self.config.norm_topk_prob)
-        routing = norm_route(x, norm, router.weight, batch.rows, policy)
-        h = experts_gate_up_silu(x, norm, weights.ffn_in.weight, routing, batch.rows, count, self.gelu).contiguous()
-        after = self._norm("post_ffw_norm")
-        return experts_down(h, weights.ffn_down.weight, routing, batch.rows, count, x, after, self.residual_scale).contiguous()
 
     def _project(self, x: Tensor, field: str, batch: Batch, residual: Tensor, norm: str) -> Tensor:
         """The residual [T, E] plus x times the product's weight and its bias, normed if the layer has this norm, and scaled."""
@@ -137,7 +131,7 @@ class LlamaBlock(TransformerBlock):
         """The projections of each field of `LayerWeights`."""
         mlp: dict[str, tuple[str, ...]] = {"ffn_in": ("ffn_gate", "ffn_up"), "ffn_down": ("ffn_down",)}
         if self.config.num_experts:
-            mlp = {"router": ("ffn_gate_inp",), "ffn_in": ("ffn_gate_exps", "ffn_up_exps"), "ffn_down": ("ffn_down_exps",)}
+            mlp = expert_products(self.config)
         return {"qkv": ("attn_q", "attn_k", "attn_v"), "attn_output": ("attn_output",), **mlp}
 
     def input_norms(self) -> dict[str, nn.RMSNorm]:
@@ -243,7 +237,7 @@ def sources(config: ModelConfig, kind: str, name: str) -> tuple[tuple[str, ...],
     """The file tensors that the model tensor `name` comes from, and the transform."""
     if kind == "safetensors":
         return (hf_name(name),), None
-    return (name,), experts_in_rows if "_exps." in name else unpair(config, name)
+    return gguf_expert_sources(config, name) or ((name,), unpair(config, name))
 
 
 def rows_of(start: int, end: int) -> Transform:
@@ -253,11 +247,6 @@ def rows_of(start: int, end: int) -> Transform:
         return arrays[0][start:end]
 
     return transform
-
-
-def experts_in_rows(arrays: list[np.ndarray]) -> np.ndarray:
-    """The matrices [X, O, I] of all experts as one matrix [X * O, I]."""
-    return arrays[0].reshape(-1, arrays[0].shape[-1])
 
 
 def half_of_gate_up(config: ModelConfig, part: str) -> Transform:
@@ -338,16 +327,7 @@ def _check_activation(fields: Fields, gelu: bool) -> None:
 def from_gguf(source: Source) -> ModelConfig:
     """Also of a Mixtral, which is a llama with experts there."""
     fields = Fields(source.config, prefix="llama.", where="GGUF metadata")
-    return gguf_config(source, family="llama", **gguf_experts(fields, renormalize=True))
-
-
-def gguf_experts(fields: Fields, renormalize: bool) -> dict[str, Any]:
-    """The experts of all layers, of the feed-forward length; nothing where the file has none."""
-    count = fields.integer("expert_count", 0, high=MAX_EXPERTS)
-    if not count:
-        return {}
-    used = fields.integer("expert_used_count", low=1, high=count)
-    return dict(num_experts=count, num_experts_per_tok=used, norm_topk_prob=fields.boolean("expert_weights_norm", renormalize))
+    return gguf_config(source, family="llama", **gguf_experts(source, fields, renormalize=True))
 
 
 def gguf_config(source: Source, **differences: Any) -> ModelConfig:

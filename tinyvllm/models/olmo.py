@@ -9,6 +9,7 @@ from typing import Any
 from tinyvllm.foreign import Fields
 from tinyvllm.models import llama, qwen
 from tinyvllm.models.config import MAX_EXPERTS, ModelConfig, Source, Transform, gguf_windows, hf_window_rope, hf_windows
+from tinyvllm.models.mixture import gguf_experts
 from tinyvllm.ops.rope import RopeScaling
 
 _NAMES = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
@@ -47,7 +48,7 @@ def olmoe_from_hf(source: Source) -> ModelConfig:
 
 def olmoe_from_gguf(source: Source) -> ModelConfig:
     fields = Fields(source.config, prefix="olmoe.", where="GGUF metadata")
-    experts = llama.gguf_experts(fields, renormalize=False)
+    experts = gguf_experts(source, fields, renormalize=False)
     return llama.gguf_config(source, family="olmoe", qk_norm=1, whole_qk_norm=True, **experts)
 
 

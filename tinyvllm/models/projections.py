@@ -33,7 +33,7 @@ class Product:
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
     """The products of one layer. In a layer of experts, which has a router, the matrices of the last two hold those of all experts, one
-    expert's rows after the other's: gate of all, then up of all.
+    expert's rows after the other's: gate of all, then up of all; a shared expert has gate and up, and down, of its own.
     """
 
     qkv: Product
@@ -41,6 +41,8 @@ class LayerWeights:
     ffn_in: Product  # gate and up of SwiGLU, or the one matrix that GELU follows
     ffn_down: Product
     router: Product | None = None
+    shared_in: Product | None = None
+    shared_down: Product | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,14 +1,15 @@
-"""Qwen 2, 2.5 and 3, dense and with experts: their differences from LLaMA: biases on q, k and v; norms of q and k; experts."""
+"""Qwen 2, 2.5 and 3, dense and with experts: their differences from LLaMA: biases on q, k and v; norms of q and k; experts, in Qwen2-MoE
+with one that all rows share.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from tinyvllm.foreign import Fields
 from tinyvllm.models import llama
 from tinyvllm.models.config import MAX_EXPERTS, ModelConfig, Source, Transform, hf_windows
+from tinyvllm.models.mixture import gguf_expert_sources, gguf_experts, hf_expert_sources
 
 
 def _windows(fields: Fields) -> tuple[int, ...]:
@@ -53,34 +54,24 @@ def qwen3_from_gguf(source: Source) -> ModelConfig:
 
 def qwen3_moe_from_gguf(source: Source) -> ModelConfig:
     fields = Fields(source.config, prefix="qwen3moe.", where="GGUF metadata")
-    norm, layers = source.shape("blk.0.attn_q_norm.weight"), fields.layers("block_count")
-    count = fields.integer("expert_count", low=1, high=MAX_EXPERTS)
-    return llama.gguf_config(
-        source,
-        family="qwen3",
-        qk_norm=norm[0] if norm else 0,
-        num_experts=count,
-        num_experts_per_tok=fields.integer("expert_used_count", low=1, high=count),
-        norm_topk_prob=fields.boolean("expert_weights_norm", True),
-        hidden_dim=fields.integer("expert_feed_forward_length", low=1),
-        dense_hidden_dim=fields.integer("feed_forward_length", 0),
-        dense_layers=frozenset(i for i in range(layers) if source.shape(f"blk.{i}.ffn_gate_inp.weight") is None),
-    )
+    norm, experts = source.shape("blk.0.attn_q_norm.weight"), gguf_experts(source, fields, renormalize=True)
+    return llama.gguf_config(source, family="qwen3", qk_norm=norm[0] if norm else 0, **experts)
+
+
+def qwen2_moe_from_hf(source: Source) -> ModelConfig:
+    fields = Fields(source.config)
+    shared, bias = fields.integer("shared_expert_intermediate_size", 5632, low=1), fields.boolean("qkv_bias", True)
+    experts = _experts(fields) | dict(shared_expert_dim=shared)
+    return llama.hf_config(fields, family="qwen2", qkv_bias=bias, output_bias=False, windows=_windows(fields), **experts)
+
+
+def qwen2_moe_from_gguf(source: Source) -> ModelConfig:
+    fields = Fields(source.config, prefix="qwen2moe.", where="GGUF metadata")
+    return llama.gguf_config(source, family="qwen2", **gguf_experts(source, fields, renormalize=False))
 
 
 def sources(config: ModelConfig, kind: str, name: str) -> tuple[tuple[str, ...], Transform | None]:
-    """Qwen's GGUF files keep the halves layout, and the experts of a layer in one tensor; in safetensors they have one each."""
+    """Qwen's GGUF files keep the halves layout."""
     if kind == "gguf":
-        return (name,), llama.experts_in_rows if "_exps." in name else None
-    if "_exps." in name or "ffn_gate_inp." in name:
-        return _expert_sources(config, name)
-    return (llama.hf_name(name),), None
-
-
-def _expert_sources(config: ModelConfig, name: str) -> tuple[tuple[str, ...], Transform | None]:
-    _, layer, part, _ = name.split(".")
-    mlp = f"model.layers.{layer}.mlp"
-    if part == "ffn_gate_inp":
-        return (f"{mlp}.gate.weight",), None
-    projection = part.removeprefix("ffn_").removesuffix("_exps")
-    return tuple(f"{mlp}.experts.{e}.{projection}_proj.weight" for e in range(config.num_experts)), np.concatenate
+        return gguf_expert_sources(config, name) or ((name,), None)
+    return hf_expert_sources(config, name, "shared_expert") or ((llama.hf_name(name),), None)

@@ -19,6 +19,9 @@ _HF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("sliding_window", "sliding_window_pattern", "global_attn_every_n_layers", "attention_chunk_size"), _OFF),
     **dict.fromkeys(("use_qk_norm", "qk_norm", "qk_layernorm", "use_bidirectional_attention", "attn_output_gate", "parallel_attn"), _OFF),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "num_kv_shared_layers"), _OFF),
+    **dict.fromkeys(("n_shared_experts", "moe_num_experts", "shared_expert_intermediate_size", "swiglu_alpha"), _OFF),
+    **dict.fromkeys(("routed_scaling_factor", "n_group", "topk_group"), (*_ONE, 0)),
+    "scoring_func": (None, "softmax"),
     **dict.fromkeys(("hidden_size_per_layer_input", "alibi", "attn_temperature_tuning", "swiglu_limit", "lm_head_bias"), _OFF),
     **dict.fromkeys(("multi_query", "use_parallel_residual", "position_embedding_type"), (*_OFF, "rope", "absolute")),
 }
@@ -27,6 +30,8 @@ _GGUF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention.scale", "attn_logit_softcapping", "final_logit_softcapping", "attention.temperature_scale"), _OFF),
     **dict.fromkeys(("attention.sliding_window", "attention.clamp_kqv", "attention.max_alibi_bias", "rope.freq_base_swa"), _OFF),
     **dict.fromkeys(("expert_count", "attention.kv_lora_rank", "attention.shared_kv_layers", "use_parallel_residual"), _OFF),
+    **dict.fromkeys(("expert_shared_count", "expert_shared_feed_forward_length"), _OFF),
+    **dict.fromkeys(("expert_gating_func", "expert_weights_scale", "expert_group_count", "expert_group_used_count"), (*_ONE, 0)),
     "attention.causal": (None, True, 1),
 }
 

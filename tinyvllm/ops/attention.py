@@ -37,7 +37,7 @@ class _Padded:
             self._masks[window] = seen & (self._at > self._positions - window) if window > 0 else seen
         return self._masks[window]
 
-    def attend(self, q: Tensor, cache: LayerCache, scale: float, window: int, cap: float) -> Tensor:
+    def attend(self, q: Tensor, cache: LayerCache, scale: float, window: int, cap: float, sinks: Tensor | None) -> Tensor:
         """q [B, Q, H, D] against the first m blocks of each table; result [B, Q, H, D]."""
         (_, _, H, D), B, Q, m, S = q.shape, self.B, self.Q, self.m, self.S
         K = cache.K
@@ -52,14 +52,20 @@ class _Padded:
         products = (q * k).sum(-1) * scale
         products = products if cap == 0.0 else (products / cap).tanh() * cap
         scores = seen.where(products, -float("inf")).contiguous()  # [B, K, G, Q, m, S]
-        weights = (scores - scores.max((4, 5), keepdim=True)).exp().contiguous()
+        top = scores.max((4, 5), keepdim=True)
+        own = None if sinks is None else sinks.reshape(1, K, G, 1, 1, 1)
+        top = top if own is None else top.maximum(own)
+        weights = (scores - top).exp().contiguous()
+        total = weights.sum((4, 5)).unsqueeze(-1)
+        total = total if own is None else total + (own - top).exp().squeeze(5)
         # also the values: a block may hold NaNs of an earlier request, and 0 * NaN is NaN
-        out = (weights.unsqueeze(-1) * seen.unsqueeze(-1).where(v, 0)).sum((4, 5)) / weights.sum((4, 5)).unsqueeze(-1)  # [B, K, G, Q, D]
+        out = (weights.unsqueeze(-1) * seen.unsqueeze(-1).where(v, 0)).sum((4, 5)) / total  # [B, K, G, Q, D]
         return out.permute(0, 3, 1, 2, 4).reshape(B, Q, H, D)
 
 
 class PagedAttention:
     """Attention of one step: softmax(q k^T * scale + mask) v for every row of the flat batch; with a cap c softmax(c tanh(. / c) + mask) v.
+    With sinks each head has one more score, which is no product and has no value.
 
     What all layers share (tables, masks, the indices from the flat batch to the padded one and back) is built once, where the reference
     computes.
@@ -94,44 +100,46 @@ class PagedAttention:
         owner = (ends <= t.unsqueeze(1)).where(1, 0).sum(1).cast("int32")  # [T - Bd]
         return rows, (owner * Q + (t - starts[owner]).minimum(Q - 1)).cast("int32").contiguous()
 
-    def __call__(self, q: Tensor, cache: LayerCache, scale: float, window: int = 0, cap: float = 0.0) -> Tensor:
+    def __call__(
+        self, q: Tensor, cache: LayerCache, scale: float, window: int = 0, cap: float = 0.0, sinks: Tensor | None = None
+    ) -> Tensor:
         """q [T, H, D] float32 to [T, H * D] float32, against a cache that already holds this step's keys and values; q is as
         the cache's keys are (`norm_qkv_rope_store`).
 
         A row at position p sees keys 0..p of its own sequence, with `window` > 0 only the last `window` of them. H is a multiple of K
-        (grouped queries).
+        (grouped queries). sinks [H] float32.
         """
-        decode, prefill = (self._kernel(stem, cache, q, cap) for stem in ("attention_decode", "attention_prefill"))
+        decode, prefill = (self._kernel(stem, cache, q, cap, sinks) for stem in ("attention_decode", "attention_prefill"))
         Bd, Bp, T = self._batch.num_decodes, self._batch.num_chunks, int(q.shape[0])
         singles = chunks = None
         if Bd:
             if decode is not None:
-                singles = decode.backend.attention_decode(decode.variant, q, cache, scale, window, self._batch, cap)
+                singles = decode.backend.attention_decode(decode.variant, q, cache, scale, window, self._batch, cap, sinks)
             else:
-                singles = self._singles.attend(q[:Bd].unsqueeze(1), cache, scale, window, cap).reshape(Bd, -1).contiguous()
+                singles = self._singles.attend(q[:Bd].unsqueeze(1), cache, scale, window, cap, sinks).reshape(Bd, -1).contiguous()
         if not Bp:
             assert singles is not None
             return singles
         if prefill is not None:
             both = singles is not None and decode is not None
             out, backend = singles if both else None, prefill.backend
-            chunks = backend.attention_prefill(prefill.variant, out, q, cache, scale, window, self._batch, cap)
+            chunks = backend.attention_prefill(prefill.variant, out, q, cache, scale, window, self._batch, cap, sinks)
             if both or singles is None:
                 return chunks
             chunks = chunks[Bd:]
         elif Bp == 1:
-            chunks = self._chunks.attend(q[Bd:].unsqueeze(0), cache, scale, window, cap).reshape(T - Bd, -1).contiguous()
+            chunks = self._chunks.attend(q[Bd:].unsqueeze(0), cache, scale, window, cap, sinks).reshape(T - Bd, -1).contiguous()
         else:
             rows, back = self._indices
-            out = self._chunks.attend(q[Bd:][rows], cache, scale, window, cap)  # [Bp, Q, H, D]
+            out = self._chunks.attend(q[Bd:][rows], cache, scale, window, cap, sinks)  # [Bp, Q, H, D]
             chunks = out.reshape(-1, int(q.shape[1] * q.shape[2]))[back].contiguous()
         return chunks if singles is None else singles[:Bd].cat(chunks).contiguous()
 
-    def _kernel(self, stem: str, cache: LayerCache, q: Tensor, cap: float) -> Selection | None:
+    def _kernel(self, stem: str, cache: LayerCache, q: Tensor, cap: float, sinks: Tensor | None) -> Selection | None:
         """The kernel of one of the two stems; None for the reference, or if the step has no sequences for it."""
         if (self._batch.num_decodes if stem == "attention_decode" else self._batch.num_chunks) == 0:
             return None
         (H, D), K, placement = (int(d) for d in q.shape[1:]), cache.K, Placement.of(q.device)
-        shape = f"H={H}, K={K}, D={D} {cache_format(cache)}{' capped' * (cap != 0.0)}"
+        shape = f"H={H}, K={K}, D={D} {cache_format(cache)}{' capped' * (cap != 0.0)}{' sinks' * (sinks is not None)}"
         table_blocks = int(self._batch.block_tables.shape[1])
-        return select(stem, placement, shape, attention_facts(placement, cache, H, table_blocks, cap != 0.0))
+        return select(stem, placement, shape, attention_facts(placement, cache, H, table_blocks, cap != 0.0, sinks is not None))

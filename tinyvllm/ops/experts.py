@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.backends.operands import Routing, RoutingPolicy, TensorWeight, Weight
+from tinyvllm.backends.operands import GateClamp, RouterBias, Routing, RoutingPolicy, TensorWeight, Weight
 from tinyvllm.backends.registry import select
 from tinyvllm.ops.facts import product_facts
 from tinyvllm.ops.linear import add_output, matrices_with_rounding, product, rounded
@@ -19,23 +19,53 @@ from tinyvllm.ops.norm import Norm
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Activations
 
-__all__ = ["Routing", "RoutingPolicy", "experts_down", "experts_gate_up_silu", "norm_route"]
+__all__ = ["GateClamp", "RouterBias", "Routing", "RoutingPolicy", "experts_down", "experts_gate_up_silu", "norm_route"]
 
 
-def norm_route(x: Tensor, norm: Norm | None, router: Weight, rows: Tensor, policy: RoutingPolicy) -> Routing:
+def norm_route(x: Tensor, norm: Norm | None, router: Weight, rows: Tensor, policy: RoutingPolicy, bias: Tensor | None = None) -> Routing:
     """The experts of each row of the normalised x [T, E]: those with the largest logits, which are products with `router` [X, E], the
-    lower number of equals. `rows` [1] int32 is how many rows count. Shares of a row with a NaN are NaN.
+    lower number of equals; the policy may have `bias` [X]. `rows` [1] int32 is how many rows count. Shares of a row with a NaN are NaN.
     """
     if not isinstance(router, TensorWeight):
         placement, shape = Placement.of(x.device), f"{policy.chosen} of {router.O}x{router.I} {router.format}"
         kernel = select("norm_route", placement, shape, product_facts(placement, router, norm))
         if kernel is not None:
-            return kernel.backend.norm_route(kernel.variant, x, norm, router, rows, policy)
+            return kernel.backend.norm_route(kernel.variant, x, norm, router, rows, policy, bias)
     logits = product(x if norm is None else norm(x).contiguous(), router).contiguous()
+    gates = logits[:, policy.experts :].sigmoid().contiguous() if policy.gated else None
+    logits = logits[:, : policy.experts].contiguous() if policy.gated else logits
+    if policy.bias == "logits" and bias is not None:
+        logits = (logits + bias).contiguous()
+    choose = _by_scores if policy.by_scores else _by_logits
+    shares, chosen = choose(logits, policy, bias)
+    return Routing((shares if policy.scale == 1.0 else shares * policy.scale).contiguous(), chosen, None, gates)
+
+
+def _by_logits(logits: Tensor, policy: RoutingPolicy, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     chosen = _largest(logits, policy.chosen).contiguous()
     if policy.renormalize:
-        return Routing(logits.gather(1, chosen).softmax(1).contiguous(), chosen)
-    return Routing(logits.softmax(1).gather(1, chosen).contiguous(), chosen)
+        return logits.gather(1, chosen).softmax(1), chosen
+    return logits.softmax(1).gather(1, chosen), chosen
+
+
+def _by_scores(logits: Tensor, policy: RoutingPolicy, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """With shares of the scores, which the bias changes for the choice alone."""
+    scores = (logits.sigmoid() if policy.sigmoid else logits.softmax(1)).contiguous()
+    numbers = (scores + bias).contiguous() if policy.bias == "choice" and bias is not None else scores
+    if policy.groups > 1:
+        numbers = _of_best_groups(numbers, policy).contiguous()
+    chosen = _largest(numbers, policy.chosen).contiguous()
+    shares = scores.gather(1, chosen)
+    return shares / (shares.sum(1, keepdim=True) + 1e-20) if policy.renormalize else shares, chosen
+
+
+def _of_best_groups(numbers: Tensor, policy: RoutingPolicy) -> Tensor:
+    """Those of the groups whose two largest add up to the most; the others are -infinity."""
+    by_group = numbers.reshape(-1, policy.experts // policy.groups)
+    totals = by_group.gather(1, _largest(by_group, 2)).sum(1).reshape(-1, policy.groups).contiguous()
+    kept = _largest(totals, policy.kept_groups)  # [T, kept]
+    group_of = Tensor.arange(policy.experts, device=numbers.device) // (policy.experts // policy.groups)
+    return (kept.unsqueeze(2) == group_of.reshape(1, 1, -1)).max(1).where(numbers, -float("inf"))
 
 
 def _largest(logits: Tensor, count: int) -> Tensor:
@@ -50,22 +80,40 @@ def _largest(logits: Tensor, count: int) -> Tensor:
 
 
 def experts_gate_up_silu(
-    x: Tensor, norm: Norm | None, weight: Weight, routing: Routing, rows: Tensor, experts: int, gelu: bool = False
+    x: Tensor,
+    norm: Norm | None,
+    weight: Weight,
+    routing: Routing,
+    rows: Tensor,
+    experts: int,
+    gelu: bool = False,
+    bias: Tensor | None = None,
+    clamp: GateClamp | None = None,
 ) -> Tensor:
     """silu(gate) * up of the normalised x [T, E] with each of a row's experts, float32 [T * C, F]: pair t C + c is row t with its c-th.
 
-    weight [2 X F, E]; with `gelu` gelu(gate) * up.
+    weight [2 X F, E], bias [2 X F]; with `gelu` gelu(gate) * up; with `clamp` as it says.
     """
     F = weight.O // 2 // experts
     if not isinstance(weight, TensorWeight):
         placement, facts = Placement.of(x.device), product_facts(Placement.of(x.device), weight, norm, outputs=F)
-        shape = f"{experts} times {weight.I}->{F} {weight.format}{' gelu' * gelu}"
+        shape = f"{experts} times {weight.I}->{F} {weight.format}{' gelu' * gelu}{' clamped' * (clamp is not None)}"
         kernel = select("experts_gate_up_silu", placement, shape, replace(facts, gelu=gelu, ungrouped=routing.groups is None))
         if kernel is not None:
-            return kernel.backend.experts_gate_up_silu(kernel.variant, x, norm, weight, routing, rows, experts, gelu)
+            return kernel.backend.experts_gate_up_silu(kernel.variant, x, norm, weight, routing, rows, experts, gelu, bias, clamp)
     x = (x if norm is None else norm(x).contiguous()).unsqueeze(1)
     gate, up = (_products(x, *matrix, routing.chosen) for matrix in _stacks(weight, experts, 2))
+    if bias is not None:
+        own = bias.reshape(2, experts, F)
+        gate, up = gate + own[0][routing.chosen], up + own[1][routing.chosen]
+    if clamp is not None:
+        return _clamped(gate, up, clamp).reshape(-1, F)
     return ((gate.gelu() if gelu else gate.silu()) * up).reshape(-1, F)
+
+
+def _clamped(gate: Tensor, up: Tensor, clamp: GateClamp) -> Tensor:
+    gate, up = gate.minimum(clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return gate * (gate * clamp.alpha).sigmoid() * (up + 1.0)
 
 
 def experts_down(
@@ -77,26 +125,30 @@ def experts_down(
     residual: Tensor,
     norm: Norm | None = None,
     scale: float = 1.0,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """residual [T, E] + scale * norm(the sum over a row's experts of share * (h . weight^T)), float32 [T, E].
+    """residual [T, E] + scale * norm(the sum over a row's experts of share * (h . weight^T + bias)), float32 [T, E].
 
-    h [T * C, F] as `experts_gate_up_silu` returns it; weight [X E, F].
+    h [T * C, F] as `experts_gate_up_silu` returns it; weight [X E, F]; bias [X E].
     """
     if norm is not None or scale != 1.0:
-        return add_output(residual, _weighted(h, weight, routing, rows, experts, None), norm, scale)
-    return _weighted(h, weight, routing, rows, experts, residual)
+        return add_output(residual, _weighted(h, weight, routing, rows, experts, None, bias), norm, scale)
+    return _weighted(h, weight, routing, rows, experts, residual, bias)
 
 
-def _weighted(h: Tensor, weight: Weight, routing: Routing, rows: Tensor, experts: int, residual: Tensor | None) -> Tensor:
+def _weighted(
+    h: Tensor, weight: Weight, routing: Routing, rows: Tensor, experts: int, residual: Tensor | None, bias: Tensor | None
+) -> Tensor:
     if not isinstance(weight, TensorWeight):
         placement, E = Placement.of(h.device), weight.O // experts
         facts = replace(product_facts(placement, weight, outputs=E), ungrouped=routing.groups is None)
         kernel = select("experts_down", placement, f"{experts} times {E}x{weight.I} {weight.format}", facts)
         if kernel is not None:
-            return kernel.backend.experts_down(kernel.variant, h, weight, routing, rows, experts, residual)
+            return kernel.backend.experts_down(kernel.variant, h, weight, routing, rows, experts, residual, bias)
     T, C = (int(d) for d in routing.chosen.shape)
     (matrix,) = _stacks(weight, experts, 1)
     outputs = _products(h.reshape(T, C, -1), *matrix, routing.chosen)
+    outputs = outputs if bias is None else outputs + bias.reshape(experts, -1)[routing.chosen]
     y = (outputs * routing.shares.unsqueeze(2)).sum(1)
     return y if residual is None else y + residual
 

@@ -35,13 +35,14 @@ def product_facts(
     )
 
 
-def attention_facts(placement: Placement, cache: LayerCache, query_heads: int, table_blocks: int, cap: bool) -> ShapeFacts:
+def attention_facts(placement: Placement, cache: LayerCache, query_heads: int, table_blocks: int, cap: bool, sinks: bool) -> ShapeFacts:
     """Of attention over a cache."""
     return ShapeFacts(
         placement,
         head_dim=cache.D,
         query_heads=query_heads,
         cap=cap,
+        sinks=sinks,
         kv_heads=cache.K,
         block_size=cache.S,
         table_blocks=table_blocks,

@@ -82,7 +82,7 @@ class Quantization:
         if name == ("token_embd.weight" if self.tied else "output.weight"):
             return _WIDE_HEAD if width % FORMATS[mix.base].elements else _HEAD
         _, number, part, *_ = (*name.split("."), "", "", "")
-        rules = mix.rules.get(part.removesuffix("_exps"), ()) if name.startswith("blk.") else ()
+        rules = mix.rules.get(part.removesuffix("_exps").removesuffix("_shexp"), ()) if name.startswith("blk.") else ()
         chosen = next((format for holds, format in rules if holds(int(number), self.layers)), mix.base)
         return "Q5_K" if part == "attn_v" and self.layers == _SHARED_V_LAYERS and chosen in ("Q3_K", "Q4_K") else chosen
 

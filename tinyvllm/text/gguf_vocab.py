@@ -24,9 +24,11 @@ _SOURCE = "GGUF tokenizer"
 _KEY = "tokenizer.ggml."
 
 _PRE_BY_ARCHITECTURE = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen2moe": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2"}
+_USUAL_PRE = ("deepseek-v3", "gpt-2", "gpt-4o", "llama-bpe", "qwen2", "tekken")
 _END_TOKENS = frozenset(
     ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<EOT>", "_<EOT>")
 )
+_HARMONY_ENDS = ("<|return|>", "<|call|>")  # of an answer; there <|end|> ends one of its messages
 _PHI3_KEEPS_WHITESPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
@@ -91,7 +93,10 @@ class _Vocabulary:
 
     def settings(self, add_bos: bool, default_bos: int | None, default_eos: int | None) -> TokenizerSettings:
         bos, eos = self.special_id("bos", default_bos), self.special_id("eos", default_eos)
-        end_ids = [i for i, (token, kind) in enumerate(zip(self.tokens, self.types)) if kind == CONTROL and token in _END_TOKENS]
+        ends = _END_TOKENS
+        if all(token in self.ids for token in _HARMONY_ENDS):
+            ends = ends.difference(("<|end|>",)).union(_HARMONY_ENDS)
+        end_ids = [i for i, (token, kind) in enumerate(zip(self.tokens, self.types)) if kind == CONTROL and token in ends]
         named = {"bos_token": bos, "eos_token": eos, "unk_token": self.special_id("unknown"), "pad_token": self.special_id("padding")}
         return TokenizerSettings(
             bos_id=bos,
@@ -139,7 +144,10 @@ def _word_rules(metadata: Mapping[str, object]) -> WordRules:
     if name is None:
         name = _PRE_BY_ARCHITECTURE.get(_name(metadata, "general.architecture") or "")
     if name not in WORD_RULES:
-        raise TokenizerError(f"{_SOURCE}: {_KEY}pre is {quoted(name)}, an unknown word pattern; known: {', '.join(sorted(WORD_RULES))}")
+        usual, more = ", ".join(_USUAL_PRE), len(WORD_RULES) - len(_USUAL_PRE)
+        raise TokenizerError(
+            f"{_SOURCE}: {_KEY}pre is {quoted(name)}, an unknown word pattern; known: {usual} and {more} more (docs/models.md)"
+        )
     return WORD_RULES[name]
 
 

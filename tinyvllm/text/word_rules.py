@@ -15,6 +15,20 @@ _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SHORT_FORM = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"  # belongs to the word before it
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{_SHORT_FORM}|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{_SHORT_FORM}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_SEED = _QWEN2.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _DEEPSEEK_LETTERS = (  # cased letters; written as escapes, since some look like others after normalization
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
     "\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556"
@@ -62,6 +76,15 @@ WORD_RULES: dict[str, WordRules] = {
     "starcoder": WordRules((r"\p{N}", _GPT2)),
     "refact": WordRules((r"\p{N}", _GPT2)),
     "command-r": WordRules((r"\p{N}", _GPT2), nfc=True),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), WordRules((_O200K,))),
+    **dict.fromkeys(("falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), WordRules((_LLAMA3,), whole_words=True, add_bos=True)),
+    **dict.fromkeys(("glm4", "glm5"), WordRules((_LLAMA3,), whole_words=True)),
+    **dict.fromkeys(("olmo", "phi-2", "jais", "gigachat", "mellum", "a.x-4.0", "exaone4", "granite-docling"), WordRules((_GPT2,))),
+    **dict.fromkeys(("codeshell", "exaone", "minerva-7b", "mellum2"), WordRules((r"\p{N}", _GPT2))),
+    **dict.fromkeys(("hunyuan", "kormo", "megrez", "grok-2", "solar-open"), WordRules((_QWEN2,))),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), WordRules(_DEEPSEEK3)),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), WordRules((_BAILING,))),
+    "seed-coder": WordRules((_SEED,)),
     "deepseek-llm": WordRules((r"[\r\n]", rf"\s?[{_DEEPSEEK_LETTERS}]+", rf"\s?[{_DEEPSEEK_PUNCTUATION}]+", r"\s+$", _CJK, r"\p{N}+")),
     "deepseek-coder": WordRules((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
 }

@@ -11,6 +11,14 @@ static inline v16 gelu(v16 x) {
 
 static inline v16 silu(v16 x) { return v16_div(x, v16_add(v16_set(1.0f), v16_exp(v16_sub(v16_set(0.0f), x)))); }
 
+static inline v16 sigmoid(v16 x) { return v16_div(v16_set(1.0f), v16_add(v16_set(1.0f), v16_exp(v16_sub(v16_set(0.0f), x)))); }
+
+// gate / (1 + e^(-alpha gate)) * (up + 1), of gates up to limit and ups from -limit to limit. A NaN stays one.
+static inline v16 clamped_gate(v16 gate, v16 up, float alpha, float limit) {
+  const v16 most = v16_set(limit), g = v16_min(most, gate), u = v16_min(most, v16_max(v16_set(-limit), up));
+  return v16_mul(v16_mul(g, sigmoid(v16_mul(g, v16_set(alpha)))), v16_add(u, v16_set(1.0f)));
+}
+
 // cap * tanh(x / cap) = cap - 2 cap / (e^(2 x / cap) + 1): 1e-7 cap off at most, since v16_exp ends where tanh is 1.
 static inline v16 capped(v16 x, float cap) {
   const v16 e = v16_exp(v16_mul(x, v16_set(2.0f / cap)));

@@ -6,12 +6,14 @@
 //     first token;
 //   - a score is one accumulator over d from 0 to D - 1, or a sum of integers; a partition keeps the maximum m, sixteen partial sums of the weights
 //     exp((score - m) * SCALE), and D weighted sums of values, each one accumulator over ascending keys, rescaled when a tile raises m;
-//   - the partitions of a row are merged in ascending order.
+//   - the partitions of a row are merged in ascending order;
+//   - a sink, one more score of a head that has no value, is added to the sum of the weights last.
 //
 // A row reads the values of the keys that it sees, and no others: unused slots, blocks before the window and keys after a row's own position
 // may hold NaN. Their scores are computed where that is cheaper, and dropped.
 //
-// Constants: H, K, D, S, M, CACHE_TYPE (cache.h), SCALE (above 0), WINDOW (0: none), CAP (of scores * SCALE, none if not defined).
+// Constants: H, K, D, S, M, CACHE_TYPE (cache.h), SCALE (above 0), WINDOW (0: none), CAP (of scores * SCALE, none if not defined), SINKS (none
+// if not defined; they are not scaled).
 // H % K == 0, D % 16 == 0, D from 32 to 256, S a power of two from 8 to 256.
 //
 // The online softmax is Milakov and Gimelshein's (arXiv:1805.02867), tiles of rows and keys are FlashAttention's (arXiv:2205.14135), the
@@ -21,6 +23,16 @@
 #include "cache.h"
 #include "lanes.h"
 #include "thread_team.h"
+
+#ifndef SINKS
+#define SINKS 0
+#endif
+#if SINKS
+#define SINKS_ARGUMENT const float *sinks,
+#else
+#define SINKS_ARGUMENT
+#define sinks ((const float *)0)
+#endif
 
 #define G (H / K)
 #define INTEGER_CACHE (CACHE_TYPE == KV_INT8 || CACHE_TYPE == KV_INT4)
@@ -231,6 +243,11 @@ static inline void merge(float *top, float *weight, float *out, float partition_
   *top = peak;
   *weight = v16_max_of(v16_fma(v16_set(partition_weight), new, v16_mul(v16_set(*weight), old)));
   for (int d = 0; d < D; d += 16) v16_store(out + d, v16_fma(v16_load(sums + d), new, v16_mul(v16_load(out + d), old)));
+}
+
+// The sum of a row's weights, relative to its largest score `top`, with that of the head's sink.
+static inline float with_sink(float weight, float top, const float *head_sinks, int head) {
+  return SINKS ? weight + v16_max_of(v16_exp(v16_set(head_sinks[head] - top * SCALE))) : weight;
 }
 
 static inline void finish(float *out, const float *sums, float weight) {

@@ -1,8 +1,10 @@
-// The first half of a gated feed-forward layer for a tile of prepared rows: silu(gate) * up, or gelu(gate) * up if GATE_GELU.
+// The first half of a gated feed-forward layer for a tile of prepared rows: silu(gate) * up, or gelu(gate) * up if GATE_GELU, or
+// clamped_gate (activations.h) if GATE_LIMIT and GATE_ALPHA are defined.
 //
 //   F       features of gate and of up, a multiple of 16; I (product.h) is the width of x
 //   HALF    BOTH; where gate and up have different formats, GATE writes gate to the output, and UP, launched after it, reads it there
-//   BIAS    whether there is a bias [2 F], gate's first; with BIAS_PITCH = 2 F each row has one
+//   BIAS    whether there is a bias: gate's, and that of up UP_BIAS numbers after it, [2 F] if nothing else is defined; with BIAS_PITCH = 2 F
+//           each row has one
 //
 // A run of pairs of gate's panels comes before those of up. silu(a) = a / (1 + e^-a).
 #pragma once
@@ -15,6 +17,9 @@
 #define UP 2
 #ifndef GATE_GELU
 #define GATE_GELU 0
+#endif
+#ifndef UP_BIAS
+#define UP_BIAS F
 #endif
 #define GATE_PANELS (F / 16)
 #define GATE_PAIRS ((GATE_PANELS + 1) / 2)
@@ -34,6 +39,14 @@ static inline void pair_dot(const uint8_t *weight, int pair, const uint8_t *next
   panel_dot(a, 2 * pair + 1 < GATE_PANELS ? a + PANEL : a, next_panel, x, tokens, tile, 32);
 }
 
+static inline v16 gated(v16 gate, v16 up) {
+#ifdef GATE_LIMIT
+  return clamped_gate(gate, up, GATE_ALPHA, GATE_LIMIT);
+#else
+  return v16_mul(GATE_GELU ? gelu(gate) : silu(gate), up);
+#endif
+}
+
 // A row's results from feature f on, 32 or what is left of F; `out` is the row's first.
 static inline void finish_row(float *out, const float *gates, const float *ups, const float *biases, int f) {
   for (int c = 0; c < 32 && f + c < F; c += 16) {
@@ -44,8 +57,8 @@ static inline void finish_row(float *out, const float *gates, const float *ups, 
       continue;
     }
     v16 b = v16_load(ups + c);
-    if (BIAS) b = v16_add(b, v16_load(biases + F + f + c));
-    v16_store(out + f + c, v16_mul(GATE_GELU ? gelu(a) : silu(a), b));
+    if (BIAS) b = v16_add(b, v16_load(biases + UP_BIAS + f + c));
+    v16_store(out + f + c, gated(a, b));
   }
 }
 

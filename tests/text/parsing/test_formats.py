@@ -13,6 +13,7 @@ LLAMA32 = """{%- if tools is not none %}{{- 'Respond in the format {"name": func
 LLAMA4 = "{% if tools %}[func_name1(params_name1=params_value1), func_name2(params)]{% endif %}"
 MISTRAL = "{%- if tools %}{{- '[AVAILABLE_TOOLS]' }}{%- endif %}{{- '[TOOL_CALLS][' }}"
 MISTRAL11 = "{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}"
+HARMONY = "{% if tools %}<|start|>developer<|message|>{% endif %}<|start|>assistant<|channel|>final<|message|>"
 LFM2 = "{% if tools %}<|tool_list_start|>{% endif %}<|tool_call_start|>"
 
 
@@ -26,6 +27,7 @@ LFM2 = "{% if tools %}<|tool_list_start|>{% endif %}<|tool_call_start|>"
         (LLAMA4, {}, "pythonic"),
         (LFM2, {}, "pythonic"),
         (MISTRAL, {}, "mistral"),
+        (HARMONY, {}, "harmony"),
         ("{{ tools | tojson }}", {"<tool_call>": 9}, "hermes"),
         ("{{ tools | tojson }}", {"[TOOL_CALLS]": 9}, "mistral"),
         ("{{ messages }}", {"<|python_tag|>": 9}, "none"),
@@ -41,6 +43,7 @@ def test_marks_that_are_special_tokens_must_reach_the_parser() -> None:
     found = parser_for(MISTRAL11, {"[TOOL_CALLS]": 9, "[ARGS]": 32, "</s>": 2})
     assert found.special == {"[TOOL_CALLS]": 9, "[ARGS]": 32} and found.keep_special_tokens and found.named_arguments
     assert not parser_for(QWEN, {"<|im_end|>": 2}).keep_special_tokens
+    assert parser_for(HARMONY, {"<|channel|>": 7, "<|end|>": 8}).special == {"<|channel|>": 7, "<|end|>": 8}
     assert parser_for(QWEN, {"<think>": 5, "</think>": 6}).special == {"<think>": 5, "</think>": 6}
 
 

@@ -42,6 +42,7 @@ FORMATS = {
     "qwen_xml": parser_for("<function= <parameter= <tool_call>"),
     "pythonic": parser_for("tools [func(a=b)]"),
     "pythonic-marks": parser_for("tools <|python_start|>"),
+    "harmony": parser_for("<|channel|><|message|>"),
     "none": parser_for("x").forced(),
 }
 

@@ -41,7 +41,8 @@ MISTRAL = parser_for("[TOOL_CALLS] [THINK] [/THINK]")
 XML = parser_for("<tool_call><function=x><parameter=y> </think>")
 PYTHONIC = parser_for("{{ tools }} [name(key=value)]")
 LLAMA4 = parser_for("{{ tools }} <|python_start|>")
-FORMATS = (HERMES, LLAMA3, MISTRAL, XML, PYTHONIC, LLAMA4)
+HARMONY = parser_for("<|start|>assistant<|channel|>final<|message|>")
+FORMATS = (HERMES, LLAMA3, MISTRAL, XML, PYTHONIC, LLAMA4, HARMONY)
 
 
 def read(format: Format, pieces: list[str], tools: Any = TOOLS, **options: Any) -> list[Event]:
@@ -108,6 +109,14 @@ NOW = ("now", {})
         (PYTHONIC, "[1] says so", ("", "[1] says so", [])),
         (PYTHONIC, "[now() or so", ("", " or so", [NOW])),
         (LLAMA4, '<|python_start|>[get_weather(city="Paris")]<|python_end|>', ("", "", [PARIS])),
+        (HARMONY, "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>So.<|return|>", ("hm", "So.", [])),
+        (HARMONY, '<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather '
+         '<|constrain|>json<|message|>{"city": "Paris"}<|call|>', ("hm", "", [PARIS])),
+        (HARMONY, " to=functions.now<|channel|>commentary json<|message|><|call|>", ("", "", [NOW])),
+        (HARMONY, "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.now<|channel|>commentary<|message|>{}",
+         ("", "I look.", [NOW])),
+        (HARMONY, '<|channel|>commentary to=functions.other<|message|>{"a": 1}<|call|>', ("", '{"a": 1}', [])),
+        (HARMONY, "no header <|endless", ("", "no header <|endless", [])),
         (LLAMA4, 'Well: <|python_start|>[now()]<|python_end|>', ("", "Well:", [NOW])),
     ],
 )  # fmt: skip

@@ -136,26 +136,28 @@ class CpuBackend(ExpertKernels):
         return cache.after(*launch(kernel, [*cache], [k, v, batch.slots, batch.rows]))
 
     def attention_decode(
-        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0
-    ) -> Tensor:
+        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         T, H, D = (int(d) for d in q.shape)
         max_partitions = ceil_div(int(batch.block_tables.shape[1]) * cache.S, PARTITION)
         partial = empty(q, batch.num_decodes * H * max_partitions * (D + 2))
-        ins = [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes, *present(batch.shared_prefix_lens)]
-        constants = Attention.of(q, cache, scale, window, batch, cap).defines | dict(CASCADE=int(batch.shared_prefix_lens is not None))
+        ins = [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes, *present(sinks, batch.shared_prefix_lens)]
+        constants = Attention.of(q, cache, scale, window, batch, cap).defines | policies.sinks(sinks is not None)
+        constants |= dict(CASCADE=int(batch.shared_prefix_lens is not None))
         kernel = Kernel.cpu("attention_decode", variant, 2, len(ins), **constants)  # type: ignore[arg-type]
         return launch(kernel, [empty(q, T, H * D), partial], ins)[0]
 
     def attention_prefill(
         self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch,
-        cap: float = 0.0,
+        cap: float = 0.0, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         (T, H, D), K = (int(d) for d in q.shape), cache.K
         rows = H // K * max(1, 128 // (H // K))
         areas = empty(q, MAX_THREADS * (128 * D + rows * (3 * D + 32)))
         # the values' alias: a tensor that two kernels read after a store is copied, the whole pool
-        ins = [q, cache.values, batch.block_tables, batch.context_lens, batch.query_starts, batch.chunks]
-        constants = Attention.of(q, cache, scale, window, batch, cap).defines
+        ins = [q, cache.values, batch.block_tables, batch.context_lens, batch.query_starts, batch.chunks, *present(sinks)]
+        constants = Attention.of(q, cache, scale, window, batch, cap).defines | policies.sinks(sinks is not None)
         kernel = Kernel.cpu("attention_prefill", variant, 2, len(ins), **constants)  # type: ignore[arg-type]
         return launch(kernel, [empty(q, T, H * D) if out is None else out, areas], ins)[0]
 

@@ -9,7 +9,7 @@ from tinyvllm.backends.buffers import constant, empty, integers, present, scratc
 from tinyvllm.backends.cpu.launch import launch
 from tinyvllm.backends.cpu.prepared import MAX_THREADS, prepared_bytes
 from tinyvllm.backends.kernel import Constant, Kernel
-from tinyvllm.backends.operands import KernelWeight, NormWeights, Routing, RoutingPolicy, packed, packed_parts
+from tinyvllm.backends.operands import GateClamp, KernelWeight, NormWeights, Routing, RoutingPolicy, packed, packed_parts
 from tinyvllm.integers import round_up
 from tinyvllm.quant.layouts import panel_bytes
 
@@ -21,47 +21,52 @@ class ExpertKernels:
     """The methods of `CpuBackend` for experts. The weights of all experts are one matrix, one expert's rows after the other's."""
 
     def norm_route(
-        self, variant: str, x: Tensor, norm: NormWeights | None, router: KernelWeight, rows: Tensor, policy: RoutingPolicy
-    ) -> Routing:
+        self, variant: str, x: Tensor, norm: NormWeights | None, router: KernelWeight, rows: Tensor, policy: RoutingPolicy,
+        bias: Tensor | None = None,
+    ) -> Routing:  # fmt: skip
         router = packed(router)
         (T, E), X, C = (int(d) for d in x.shape), policy.experts, policy.chosen
-        ins = [x, *present(None if norm is None else norm.weight), router.tensor, rows]
+        ins = [x, *present(None if norm is None else norm.weight), router.tensor, *present(bias if policy.bias else None), rows]
         kernel = Kernel.cpu(
-            "norm_route", variant, 5, len(ins), 2 * T * E * X, panel_bytes(router.format, X, E) + 4 * T * (E + X + 4 * C),
-            E=E, X=X, C=C, WEIGHT=router.format, RENORMALIZE=int(policy.renormalize), **_norm(norm),
+            "norm_route", variant, 5 + policy.gated, len(ins), 2 * T * E * X, panel_bytes(router.format, X, E) + 4 * T * (E + X + 4 * C),
+            E=E, X=X, C=C, WEIGHT=router.format, RENORMALIZE=int(policy.renormalize), **_norm(norm), **policies.routing(policy),
         )  # fmt: skip
         tasks = min(X, T * C) + T * C // _PIECE
-        working = scratch(x, prepared_bytes(router.format, T, E) + 4 * T * round_up(X, 16))
-        outs = [empty(x, T, C), integers(x, T, C), integers(x, T * C), integers(x, 1 + 3 * tasks), working]
-        shares, chosen, order, listed, _ = launch(kernel, outs, ins)
-        return Routing(shares, chosen, (order, listed))
+        working = scratch(x, prepared_bytes(router.format, T, E) + 4 * T * round_up(X + policy.gated, 16))
+        gates = [empty(x, T, 1)] if policy.gated else []
+        outs = [empty(x, T, C), integers(x, T, C), integers(x, T * C), integers(x, 1 + 3 * tasks), *gates, working]
+        shares, chosen, order, listed, *gates, _ = launch(kernel, outs, ins)
+        return Routing(shares, chosen, (order, listed), gates[0] if gates else None)
 
     def experts_gate_up_silu(
         self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, routing: Routing, rows: Tensor, experts: int,
-        gelu: bool = False,
+        gelu: bool = False, bias: Tensor | None = None, clamp: GateClamp | None = None,
     ) -> Tensor:  # fmt: skip
         (T, C), E, F = (int(d) for d in routing.chosen.shape), weight.I, weight.O // 2 // experts
         out, parts = empty(x, T * C, F), packed_parts(weight)
         for half, part in zip(("BOTH",) if len(parts) == 1 else ("GATE", "UP"), parts, strict=True):
-            ins = [x, *present(None if norm is None else norm.weight), part.tensor, *_groups(routing), rows]
+            ins = [x, *present(None if norm is None else norm.weight), part.tensor, *present(bias), *_groups(routing), rows]
             kernel = Kernel.cpu(
                 "experts_gate_up_silu", variant, 2, len(ins), 2 * T * C * E * part.O // experts,
                 _read_bytes(part.format, part.O, E, experts, T * C) + 4 * T * (E + C * F),
-                E=E, F=F, X=experts, C=C, WEIGHT=part.format, HALF=half, **_norm(norm), **policies.gate(gelu),
+                E=E, F=F, X=experts, C=C, WEIGHT=part.format, HALF=half, **_norm(norm), **policies.gate(gelu, clamp),
+                **policies.bias(bias is not None),
             )  # fmt: skip
             out, _ = launch(kernel, [out, scratch(x, _scratch_bytes(part.format, T, E))], ins)
         return out
 
     def experts_down(
-        self, variant: str, h: Tensor, weight: KernelWeight, routing: Routing, rows: Tensor, experts: int, residual: Tensor | None
-    ) -> Tensor:
+        self, variant: str, h: Tensor, weight: KernelWeight, routing: Routing, rows: Tensor, experts: int, residual: Tensor | None,
+        bias: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         weight = packed(weight)
         (T, C), E, F = (int(d) for d in routing.chosen.shape), weight.O // experts, weight.I
-        ins = [h, weight.tensor, routing.shares, *_groups(routing), *present(residual), rows]
+        ins = [h, weight.tensor, *present(bias), routing.shares, *_groups(routing), *present(residual), rows]
         kernel = Kernel.cpu(
             "experts_down", variant, 3, len(ins), 2 * T * C * E * F,
             _read_bytes(weight.format, weight.O, F, experts, T * C) + 4 * T * (C * F + 2 * C * E + E),
             E=E, F=F, X=experts, C=C, WEIGHT=weight.format, RESIDUAL=int(residual is not None),
+            **policies.bias(bias is not None),
         )  # fmt: skip
         outs = [empty(h, T, E), empty(h, T * C, E), scratch(h, _scratch_bytes(weight.format, T * C, F))]
         return launch(kernel, outs, ins)[0]

@@ -137,8 +137,9 @@ class CudaBackend(WithoutAdapters, WithoutExperts):
         return cache.after(*launch(kernel, [*cache], [k, v, batch.slots, batch.rows]))
 
     def attention_decode(
-        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0
-    ) -> Tensor:
+        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         T, H, D = (int(d) for d in q.shape)
         kernel, partial, counters = plan.attention_decode(
             variant, batch.num_decodes, Attention.of(q, cache, scale, window, batch), gpu_at(q), batch.shared_prefix_lens is not None
@@ -149,7 +150,7 @@ class CudaBackend(WithoutAdapters, WithoutExperts):
 
     def attention_prefill(
         self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch,
-        cap: float = 0.0,
+        cap: float = 0.0, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         T, H, D = (int(d) for d in q.shape)
         kernel = plan.attention_prefill(

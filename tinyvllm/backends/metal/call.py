@@ -220,8 +220,9 @@ class MetalBackend(WithoutAdapters, WithoutExperts):
 
     @_of_op("attention_decode")
     def attention_decode(
-        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0
-    ) -> Tensor:
+        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         (T, H, D), a = (int(d) for d in q.shape), Attention.of(q, cache, scale, window, batch)
         kernels, words = plan.attention_decode(variant, batch.num_decodes, a, cascade=batch.shared_prefix_lens is not None)
         ins = [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes, *present(batch.shared_prefix_lens)]
@@ -233,7 +234,7 @@ class MetalBackend(WithoutAdapters, WithoutExperts):
     @_of_op("attention_prefill")
     def attention_prefill(
         self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch,
-        cap: float = 0.0,
+        cap: float = 0.0, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         T, H, D = (int(d) for d in q.shape)
         kernel = plan.attention_prefill(variant, T - batch.num_decodes, batch.num_chunks, Attention.of(q, cache, scale, window, batch))

@@ -70,10 +70,11 @@ def answer_format(llm: AsyncLLM, prompt: ChatPrompt, tools: Tools, params: Sampl
     dialect = _dialect(llm, prompt.conversation.template, tools.enabled)
     position = _answer_position(dialect, prompt)
     reasoning, starts_in_reasoning = True, position == "inside"
+    structure = dialect.answer if params.structured_outputs is not None else ""  # a required call has the whole message in its grammar
     if tools.choice == "required":
         dialect, params = _require_call(dialect, tools, params)
     if params.structured_outputs is not None or params.thinking_token_budget is not None:
-        params = _with_thinking(dialect, position, params)
+        params = _with_thinking(dialect, position, params, structure)
         if not _may_reason(params, position):
             reasoning = starts_in_reasoning = False  # all of the answer is content, even if the template has opened reasoning
     parsed = tools.enabled and dialect.name != "none" or dialect.think is not None
@@ -116,10 +117,14 @@ def _answer_position(dialect: Format, prompt: ChatPrompt) -> Position:
     return "after" if closed or conversation.variables.get("enable_thinking") is False else "before"
 
 
-def _with_thinking(dialect: Format, position: Position, params: SamplingParams) -> SamplingParams:
-    """Tell the engine the marks of reasoning: the template may be another than the model's own. Without marks, nothing waits for them."""
+def _with_thinking(dialect: Format, position: Position, params: SamplingParams, structure: str) -> SamplingParams:
+    """Tell the engine the marks of reasoning: the template may be another than the model's own. Without marks, nothing waits for them.
+
+    structure  what a structure has before it, after the closing mark
+    """
     if dialect.think is not None:
-        return replace(params, reasoning=ReasoningParams(*dialect.think, position))
+        opening, closing = dialect.think
+        return replace(params, reasoning=ReasoningParams(opening, closing + structure, position))
     if params.structured_outputs is None:
         return params
     return replace(params, structured_outputs=replace(params.structured_outputs, enable_in_reasoning=True))

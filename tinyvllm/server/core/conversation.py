@@ -115,7 +115,7 @@ def after_segments(conversation: Conversation, segments: Sequence[RegisteredSegm
 def _normalized(conversation: Conversation, tools: Sequence[Mapping[str, Any]] | None) -> Conversation:
     """The conversation with its tools, without null fields. The role developer becomes system for templates that lack it.
 
-    Templates read reasoning_content; vLLM's clients send `reasoning`.
+    Templates read reasoning_content, gpt-oss's `thinking`; vLLM's clients send `reasoning`.
     """
     rename = "developer" not in (conversation.template or "")
 
@@ -123,6 +123,8 @@ def _normalized(conversation: Conversation, tools: Sequence[Mapping[str, Any]] |
         fields = {name: value for name, value in message.items() if value is not None}
         if "reasoning" in fields:
             fields.setdefault("reasoning_content", fields["reasoning"])
+        if "reasoning_content" in fields:
+            fields.setdefault("thinking", fields["reasoning_content"])
         return {**fields, "role": "system"} if rename and fields["role"] == "developer" else fields
 
     return replace(conversation, messages=[normalize(message) for message in conversation.messages], tools=tools)

@@ -6,6 +6,7 @@ Dialects, and models that write them:
     mistral    [TOOL_CALLS][{"name": ..., "arguments": {...}}], or [TOOL_CALLS]name[ARGS]{...}    Mistral, from tokenizer v3, v11
     qwen_xml   <tool_call><function=name><parameter=key>value</parameter></function></tool_call>  Qwen3-Coder
     pythonic   [name(key=value), ...], perhaps between marks                                    Llama 4, LFM2, ToolACE
+    harmony    <|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>     gpt-oss
     none       the template accepts no tools: all text is content
 """
 
@@ -17,6 +18,10 @@ import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"  # harmony's (harmony.py)
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+ANALYSIS, FINAL = f"{CHANNEL}analysis{MESSAGE}", f"{START}assistant{CHANNEL}final{MESSAGE}"
 _REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 _PYTHONIC_MARKS = (("<|python_start|>", "<|python_end|>"), ("<|tool_call_start|>", "<|tool_call_end|>"))
 _PYTHONIC_EXAMPLE = re.compile(r"\[\s*\w+\(\s*\w+\s*=")  # templates show the model an example
@@ -31,6 +36,7 @@ class Format:
     bare     a character that can start a call where no other content precedes it
     closing  a text that may follow the calls and is not content
     think    the marks around reasoning
+    answer   what is between reasoning and a structure that must come after it
     special  ids of those marks that are special tokens; skip_special_tokens=True would remove them before the parser sees them
     """
 
@@ -39,6 +45,7 @@ class Format:
     bare: str = ""
     closing: str = ""
     think: tuple[str, str] | None = None
+    answer: str = ""
     special: Mapping[str, int] = field(default_factory=dict, hash=False)
     named_arguments: bool = False  # mistral: name[ARGS]{...} instead of a list of objects
 
@@ -74,6 +81,9 @@ def parser_for(chat_template: str | None, special: Mapping[str, int] | None = No
     special = special or {}
     template = chat_template or ""
     think = next((pair for pair in _REASONING if pair[1] in template or all(mark in special for mark in pair)), None)
+    if all(mark in template for mark in (CHANNEL, MESSAGE)) or (not template and all(mark in special for mark in MARKS)):
+        own = {mark: special[mark] for mark in MARKS if mark in special}
+        return Format("harmony", think=(ANALYSIS, ENDS[0]), answer=FINAL, special=own)
     dialect = replace(_dialect(template, special), think=think)
     marks = {*dialect.marks, dialect.closing, *(think or ()), *(("[ARGS]", "[CALL_ID]") if dialect.name == "mistral" else ())}
     return replace(dialect, special={mark: special[mark] for mark in sorted(marks) if mark in special})

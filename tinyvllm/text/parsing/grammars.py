@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tinyvllm.errors import RequestError
-from tinyvllm.text.parsing.formats import Format
+from tinyvllm.text.parsing.formats import CHANNEL, CONSTRAIN, MESSAGE, START, Format
 from tinyvllm.text.parsing.tools import Tool, read_tools
 
 _STRING = r'/"([^"\\\x00-\x1F]|\\["\\nt])*"/'  # the same in JSON and Python
@@ -92,6 +92,15 @@ class _Rules:
             self.lines.append(f"call{number}: {' '.join([head, *parts, tail])}")
         self._any_call()
         return self._some(f'({self._mark("<tool_call>")} "\\n" call {self._mark("</tool_call>")})', "\n")
+
+    def harmony(self) -> str:
+        """One call, which ends the answer. Its message may have no start: the prompt has that of the first."""
+        start, channel, constrain, message = (self._mark(mark) for mark in (START, CHANNEL, CONSTRAIN, MESSAGE))
+        for number, tool in enumerate(self.tools):
+            head = f'{channel} {_quoted(f"commentary to=functions.{tool.name} ")} {constrain} "json" {message}'
+            self.lines += [f"call{number}: {head} arguments{number}", f"arguments{number}: %json {_json(_object(tool))}"]
+        self._any_call()
+        return f'({start} "assistant")? call'
 
     def _xml(self, name: str, tool: Tool, key: str) -> None:
         """Add a rule for a value and the mark after it."""
@@ -179,5 +188,6 @@ _DIALECTS: Mapping[str, Callable[[_Rules], str]] = {
     "llama3": _Rules.llama3,
     "mistral": _Rules.mistral,
     "pythonic": _Rules.pythonic,
+    "harmony": _Rules.harmony,
     "qwen_xml": _Rules.qwen_xml,
 }

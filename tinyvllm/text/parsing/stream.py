@@ -16,6 +16,7 @@ from typing import Any
 
 from tinyvllm.text.parsing.dialects import READERS
 from tinyvllm.text.parsing.formats import Format
+from tinyvllm.text.parsing.harmony import read_messages
 from tinyvllm.text.parsing.source import MismatchError, Reading, Source, partial_mark
 from tinyvllm.text.parsing.tools import Tool, read_tools
 
@@ -88,6 +89,19 @@ class StreamParser:
         """The events of the text held back, after the last piece. cut: max_tokens has ended the answer, maybe inside a call."""
         self.source.ended, self._cut = True, cut
         return self._run()
+
+    def knows(self, tool: str) -> bool:
+        """For readers: whether there is a tool of this name."""
+        return tool in self.tools
+
+    def write_content(self, text: str) -> None:
+        """For readers of whole answers."""
+        self._no_content = self._no_content and not text
+        self._events.append(Event("content", text))
+
+    def write_reasoning(self, text: str) -> None:
+        """For readers of whole answers; content if reasoning is not separated."""
+        self._events.append(Event("reasoning" if self._think is not None else "content", text))
 
     def name_call(self, name: str) -> None:
         """For readers: the name of the call that is being read is known, its arguments are not."""
@@ -164,6 +178,9 @@ class StreamParser:
 
     def _read(self) -> Reading[None]:
         yield  # the first piece has not arrived
+        if self.format.name == "harmony":
+            yield from read_messages(self, self._opened and self._think is not None)
+            return
         if self._think is not None:
             yield from self._read_reasoning(*self._think)
         while True:
