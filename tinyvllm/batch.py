@@ -51,11 +51,14 @@ class LayerCache:
 
     tinygrad copies a tensor that two kernels read after a store into it: the whole pool, in every layer. It reads a tensor with one reader
     in place. Without `packed` the tensors are [P, 2, K, S, D] floats, keys [:, 0] and values [:, 1]; else they are uint8 [P, bytes].
+
+    With `latent` above 0 they are [P, 1, 1, S, D] floats: the one key of a token, whose first `latent` features are also its value.
     """
 
     keys: Tensor
     values: Tensor
     packed: KVLayout | None = None
+    latent: int = 0
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from (self.keys, self.values)
@@ -75,6 +78,11 @@ class LayerCache:
     @property
     def D(self) -> int:
         return self.packed.D if self.packed else int(self.keys.shape[4])
+
+    @property
+    def value_dim(self) -> int:
+        """Features of a value."""
+        return self.latent or self.D
 
 
 @dataclass(frozen=True)

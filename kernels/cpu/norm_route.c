@@ -4,7 +4,7 @@
 //
 // If SIGMOID, scores are sigmoids instead of parts of the softmax. If CHOICE_BIAS, the largest of score + bias are chosen, whose shares are
 // still of the scores; if EXPERT_GROUPS, only from the KEPT_GROUPS groups of X / EXPERT_GROUPS experts whose two largest add up to the most (DeepSeek-V3,
-// arXiv:2412.19437).
+// arXiv:2412.19437), or, if GROUP_SCORES is 1, with the largest (DeepSeek-V2, arXiv:2405.04434).
 //
 //   shares    [T, C] float32
 //   chosen    [T, C] int32
@@ -33,6 +33,9 @@
 #ifndef EXPERT_GROUPS
 #define EXPERT_GROUPS 1
 #define KEPT_GROUPS 1
+#endif
+#ifndef GROUP_SCORES
+#define GROUP_SCORES 2
 #endif
 #ifndef SHARED_GATE
 #define SHARED_GATE 0
@@ -118,7 +121,7 @@ static inline float largest_of(const float *logits) {
   return largest;
 }
 
-// Only the KEPT_GROUPS groups whose two best numbers add up to the most keep theirs, the first of equals.
+// Only the KEPT_GROUPS groups whose GROUP_SCORES best numbers add up to the most keep theirs, the first of equals.
 static inline void keep_groups(float *numbers) {
   float totals[EXPERT_GROUPS];
   for (int g = 0; g < EXPERT_GROUPS; g++) {
@@ -127,7 +130,7 @@ static inline void keep_groups(float *numbers) {
       if (numbers[e] > best) second = best, best = numbers[e];
       else if (numbers[e] > second) second = numbers[e];
     }
-    totals[g] = best + second;
+    totals[g] = GROUP_SCORES == 1 ? best : best + second;
   }
   for (int g = 0; g < EXPERT_GROUPS; g++) {
     int ahead = 0;

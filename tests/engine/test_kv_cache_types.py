@@ -18,6 +18,7 @@ from tinyvllm.backends import registry
 from tinyvllm.cli import main
 from tinyvllm.config import KV_CACHE_DTYPES, resolve
 from tinyvllm.errors import ArgumentError
+from tinyvllm.models.config import Latent
 from tinyvllm.runner.kv import BlockShape
 
 PACKED = KV_CACHE_DTYPES[1:]
@@ -119,7 +120,14 @@ def test_llama_cpps_options_name_the_nearest(option: str, capsys: pytest.Capture
 
 
 def test_heads_that_cannot_be_packed() -> None:
-    config: Any = SimpleNamespace(n_kv_heads=2, head_dim=20, num_blocks=1)
+    config: Any = SimpleNamespace(n_kv_heads=2, head_dim=20, num_blocks=1, latent=None)
     assert BlockShape.of(config, 16, "int8", dtypes.bfloat16).nbytes == 2 * 2 * 16 * 22
     with pytest.raises(ArgumentError, match="int4 packs heads in multiples of 8 numbers; the model's heads have 20: use auto"):
         BlockShape.of(config, 16, "int4", dtypes.bfloat16)
+
+
+def test_latents_are_stored_once_and_not_packed() -> None:
+    config: Any = SimpleNamespace(n_kv_heads=1, head_dim=576, num_blocks=1, latent=Latent(512, 128, 128))
+    assert BlockShape.of(config, 16, "auto", dtypes.bfloat16).nbytes == 16 * 576 * 2
+    with pytest.raises(ArgumentError, match="int8 does not pack the latents of multi-head latent attention: use auto"):
+        BlockShape.of(config, 16, "int8", dtypes.bfloat16)

@@ -60,6 +60,7 @@ def test_ranks_have_the_bits_of_one_process(size: int, quantization: str | None)
 
 
 UNDIVIDED = {
+    **dict.fromkeys(("deepseek2", "deepseek2-groups", "deepseek3", "glm4moelite"), "multi-head latent attention"),
     "gemma2": "norms of outputs",
     "gemma3": "norms of outputs",
     "glm4": "norms of outputs",

@@ -202,6 +202,11 @@ def kv_append(cache: str, target: str, T: int = 4, P: int = 3, K: int = 2, S: in
     return kernel("kv_append", target, 2, arrays, K=K, S=S, D=D, CACHE_TYPE=cache)
 
 
+def kv_append_latents(target: str, T: int = 4, S: int = 8, D: int = 80) -> Call:
+    arrays = [blank(3, S, D, dtype="uint16"), blank(1), floats(T, 1, D), int32(23, 0, NO_SLOT, 8), int32(T)]
+    return kernel("kv_append", target, 2, arrays, K=1, S=S, D=D, CACHE_TYPE="BF16", LATENT=64)
+
+
 def kv_copy(target: str) -> Call:
     return kernel("kv_copy", target, 1, [floats(4, 512), int32(0, 3, 1, 2), int32(2)], BLOCK_BYTES=2048)
 
@@ -216,11 +221,14 @@ def advance(target: str, B: int = 3, M: int = 2, S: int = 8, N: int = 2) -> Call
     return kernel("advance", target, 6, arrays, B=B, M=M, S=S, N=N, NO_SLOT=NO_SLOT)
 
 
-def attention(stem: str, cache: str, target: str, H: int = 4, K: int = 2, D: int = 48, S: int = 16) -> Call:
-    """Contexts of one block less a token, of one token, and of two chunks of keys; the last block of the pool ends with the last token."""
+def attention(stem: str, cache: str, target: str, H: int = 4, K: int = 2, D: int = 48, S: int = 16, latent: int = 0) -> Call:
+    """Contexts of one block less a token, of one token, and of two chunks of keys; the last block of the pool ends with the last token.
+
+    The first `latent` features of the one key are the value, if it is not 0, and K is how many parts the heads are in.
+    """
     context, new, M = [15, 1, 320], [3, 1, 40], 20
     P, T = 22, sum(new) if stem == "attention_prefill" else 3
-    numbers = random.standard_normal((P, 2, K, S, D)).astype(np.float32)
+    numbers = random.standard_normal((P, 1, 1, S, D) if latent else (P, 2, K, S, D)).astype(np.float32)
     floats_of = {"F32": numbers, "F16": numbers.astype(np.float16), "BF16": (numbers.view(np.uint32) >> 16).astype(np.uint16)}
     pool = pack_blocks(cache, numbers) if cache in KV_FORMATS else floats_of[cache]
     tables = np.full((3, M), 2**30, np.int32)  # a block that is read by mistake is far away
@@ -229,7 +237,8 @@ def attention(stem: str, cache: str, target: str, H: int = 4, K: int = 2, D: int
     ins = [floats(T, H, D), filled(pool), filled(tables), int32(*context)]
     ins += [int32(0, *np.cumsum(new)), int32(0, 3)] if stem == "attention_prefill" else [int32(3)]
     sizes = {"H": H, "K": K, "D": D, "S": S, "B": 3, "M": M, "CACHE_TYPE": cache}
-    return kernel(stem, target, 2, [blank(T, H, D), scratch, *ins], **sizes, SCALE=f"{D**-0.5}f", WINDOW=0)
+    sizes |= {"LATENT": latent} if latent else {}
+    return kernel(stem, target, 2, [blank(T, H, latent or D), scratch, *ins], **sizes, SCALE=f"{D**-0.5}f", WINDOW=0)
 
 
 def cascade(cache: str, target: str, H: int = 4, K: int = 2, D: int = 48, S: int = 16) -> Call:
@@ -314,6 +323,9 @@ def _samples() -> dict[str, Callable[[str], Call]]:
             samples[f"{stem} {cache}"] = functools.partial(attention, stem, cache)
     for stem, cache, D in (("attention_decode", "KV_INT8", 48), ("attention_prefill", "KV_INT4", 64), ("attention_decode", "KV_FP8", 48)):
         samples[f"{stem} {cache}"] = functools.partial(attention, stem, cache, D=D)
+    for stem, cache in (("attention_decode", "BF16"), ("attention_prefill", "F32")):
+        samples[f"{stem} {cache} of latents"] = functools.partial(attention, stem, cache, D=80, latent=64)
+    samples["kv_append of latents"] = kv_append_latents
     samples["kv_append KV_INT4"] = functools.partial(kv_append, "KV_INT4")
     for cache in ("F32", "BF16"):
         samples[f"attention_decode {cache} shared"] = functools.partial(cascade, cache)

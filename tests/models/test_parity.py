@@ -86,7 +86,7 @@ def check_logits(llm: LLM, prompt: Prompt) -> None:
 
 
 # Their kernels, names and keys are in the plain suite by a family with the same policies; the rest, half a minute, is long.
-RARE = frozenset(("qwen2moe", "gpt-oss-clamped", "granitemoe", "glm4moe", "dots1", "ernie4.5moe"))
+RARE = frozenset(("qwen2moe", "gpt-oss-clamped", "granitemoe", "glm4moe", "dots1", "ernie4.5moe", "deepseek2-groups", "glm4moelite"))
 
 
 def marked(names: Iterable[str], plain: frozenset[str] = frozenset()) -> list[Any]:
@@ -105,7 +105,16 @@ def test_gguf(name: str, tmp_path: Path) -> None:
     check_in_pieces(tmp_path / "model.gguf", name)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("llama2", "F16"), ("llama2", "Q8_0"), ("qwen3moe", "Q8_0"), ("qwen3moe", "Q4_0")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("llama2", "F16"),
+        ("llama2", "Q8_0"),
+        ("qwen3moe", "Q8_0"),
+        ("qwen3moe", "Q4_0"),
+        pytest.param("deepseek2", "Q8_0", marks=pytest.mark.long),
+    ],
+)
 def test_quantized_gguf_equals_its_dequantized_weights(name: str, kind: str, tmp_path: Path) -> None:
     folder, architecture = GOLDEN / name, FAMILIES[name].gguf or ""
     tensors = gguf_tensors(read_folder(folder), json.loads((folder / "config.json").read_text()), architecture)
@@ -115,6 +124,17 @@ def test_quantized_gguf_equals_its_dequantized_weights(name: str, kind: str, tmp
     packed, plain = open_model(tmp_path / "packed.gguf"), open_model(tmp_path / "plain.gguf")
     np.testing.assert_allclose(packed.prompt_logits(prompts[1].ids), plain.prompt_logits(prompts[1].ids), rtol=0, atol=TOLERANCE)
     assert greedy(packed, prompts) == greedy(plain, prompts)
+
+
+@pytest.mark.long
+def test_a_gguf_file_with_one_matrix_for_keys_and_values(tmp_path: Path) -> None:
+    folder = GOLDEN / "deepseek2"
+    config = json.loads((folder / "config.json").read_text())
+    tensors = gguf_tensors(read_folder(folder), config, "deepseek2", split_kv_b=False)
+    assert "blk.0.attn_kv_b.weight" in tensors
+    write_gguf(folder, tmp_path / "model.gguf", "deepseek2", tensors=tensors)
+    golden = read_golden("deepseek2")
+    assert greedy(open_model(tmp_path / "model.gguf"), golden) == [prompt.tokens for prompt in golden]
 
 
 def old_keys(config: dict[str, Any]) -> dict[str, Any]:

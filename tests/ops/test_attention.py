@@ -139,6 +139,47 @@ def test_sinks(monkeypatch, variant):
     assert {choice.variant for choice in registry.choices()} == {variant}
 
 
+class Latents(Step):
+    """A step with `heads` over a cache of one key a token, whose first `latent` features are its value."""
+
+    def __init__(self, *args, heads=6, wide=112, latent=80, **sizes):
+        super().__init__(*args, K=1, D=wide, **sizes)
+        self.latent, self.q = latent, numbers(len(self.q), heads, wide)
+        self.pool[:, 1] = self.pool[:, 0]
+
+    def attend(self, window=0, dtype=dtypes.float32, cap=0.0):
+        pool = Tensor(self.pool[:, :1]).cast(dtype).contiguous().realize()
+        cache = LayerCache(pool, alias(pool), latent=self.latent)
+        out = PagedAttention(self.batch, self.S)(realized(self.q), cache, self.q.shape[2] ** -0.5)
+        return out.numpy().reshape(*self.q.shape[:2], self.latent)[self.rows]
+
+    def expected(self, window=0, dtype=dtypes.float32, cap=0.0):
+        return super().expected(window, dtype, cap)[..., : self.latent]
+
+
+@pytest.mark.parametrize("variant", ["ref", *VARIANTS])
+def test_values_that_are_a_part_of_the_keys(monkeypatch, variant):
+    force(monkeypatch, variant, variant)
+    step = Latents([257, 600], [(500, 20)], S=16, M=40, P=100)
+    np.testing.assert_allclose(step.attend(), step.expected(), atol=2e-6)
+    assert {choice.variant for choice in registry.choices()} == {variant}
+
+
+def test_latents_of_deepseek(monkeypatch):
+    """Twenty heads in parts of five."""
+    force(monkeypatch, VARIANTS[0], VARIANTS[0])
+    step = Latents([290], [(270, 5)], heads=20, wide=576, latent=512, S=16, M=40, P=60)
+    np.testing.assert_allclose(step.attend(dtype=dtypes.bfloat16), step.expected(dtype=dtypes.bfloat16), atol=5e-6)
+
+
+def test_a_prompts_row_of_latents_has_the_bits_of_a_decode(monkeypatch):
+    force(monkeypatch, VARIANTS[0], VARIANTS[0])
+    decode, chunk = Latents([600], [], S=16, M=40, P=60), Latents([], [(570, 30)], S=16, M=40, P=60)
+    chunk.pool[chunk.tables[0, :38]] = decode.pool[decode.tables[0, :38]]
+    chunk.q[-1] = decode.q[0]
+    np.testing.assert_array_equal(decode.attend()[0].view(np.uint32), chunk.attend()[-1].view(np.uint32))
+
+
 @pytest.mark.parametrize(("decode", "prefill"), [(v, v) for v in VARIANTS[1:]] + [("ref", VARIANTS[0]), (VARIANTS[0], "ref")])
 def test_other_variants_and_one_half_by_the_reference(monkeypatch, decode, prefill):
     force(monkeypatch, decode, prefill)

@@ -57,6 +57,7 @@ POLICIES = {
     "softmax, choice's bias": RoutingPolicy(X, C, True, bias="choice"),
     "sigmoid": RoutingPolicy(X, C, False, sigmoid=True, scale=2.5),
     "sigmoid, bias, groups": RoutingPolicy(8, 3, True, True, "choice", 4, 2, 1.5),
+    "softmax, groups by one score": RoutingPolicy(8, 3, False, groups=4, kept_groups=2, group_scores=1),
     "a shared expert's gate": RoutingPolicy(16, C, False, gated=True),
 }
 
@@ -70,7 +71,7 @@ def chosen_by_hand(logits: np.ndarray, policy: RoutingPolicy, bias: np.ndarray) 
         scores = 1 / (1 + np.exp(-row)) if policy.sigmoid else powers / powers.sum()
         numbers = scores + bias if policy.bias == "choice" else scores
         groups = numbers.reshape(policy.groups, -1)
-        best = np.argsort(-np.sort(groups, axis=1)[:, -2:].sum(1), kind="stable")[: policy.kept_groups]
+        best = np.argsort(-np.sort(groups, axis=1)[:, -policy.group_scores :].sum(1), kind="stable")[: policy.kept_groups]
         kept = np.isin(np.arange(policy.groups), best) | (policy.groups == 1)
         own = np.argsort(-np.where(np.repeat(kept, groups.shape[1]), numbers, -np.inf), kind="stable")[: policy.chosen]
         share = scores[own] / scores[own].sum() if policy.renormalize else scores[own]

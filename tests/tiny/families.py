@@ -103,11 +103,19 @@ _CLASSES = {
     "Gemma2": "Gemma2ForCausalLM",
     "Gemma3": "Gemma3ForCausalLM",
     "GPT2": "GPT2LMHeadModel",
+    "DeepseekV2": "DeepseekV2ForCausalLM",
+    "DeepseekV3": "DeepseekV3ForCausalLM",
+    "Glm4MoeLite": "Glm4MoeLiteForCausalLM",
     "Ernie4_5": "Ernie4_5ForCausalLM",
 }
 
 _GPT2 = {"vocab_size": 256, "n_positions": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
 _MOE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+_DEEPSEEK: dict[str, Any] = _MOE | {
+    "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 48,
+    "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "rope_parameters": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+}  # fmt: skip
 _GPT_OSS = _llama(
     head_dim=32,
     intermediate_size=32,
@@ -273,6 +281,16 @@ FAMILIES: dict[str, Family] = {
         "Ernie4_5_Moe",
         _llama(head_dim=16, moe_num_experts=8, moe_k=2, moe_intermediate_size=32, moe_num_shared_experts=2),
         gguf="ernie4_5-moe",
+    ),
+    "deepseek2": _family("DeepseekV2", _llama(**_DEEPSEEK | {"q_lora_rank": None, "routed_scaling_factor": 0.8}), gguf="deepseek2"),
+    "deepseek2-groups": _family(
+        "DeepseekV2", _llama(**_DEEPSEEK | {"q_lora_rank": 32, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2})
+    ),
+    "deepseek3": _family("DeepseekV3", _llama(**_DEEPSEEK | {"q_lora_rank": 32, "n_group": 4, "topk_group": 2}), gguf="deepseek2"),
+    "glm4moelite": _family(
+        "Glm4MoeLite",
+        _llama(**_DEEPSEEK | {"q_lora_rank": 32, "routed_scaling_factor": 1.8, "rope_parameters": _rope(1000000.0)}),
+        gguf="deepseek2",
     ),
     "qwen3moe-mixed": _family("Qwen3Moe", _llama(head_dim=16, num_experts=4, norm_topk_prob=False, mlp_only_layers=[0], **_MOE)),
 }

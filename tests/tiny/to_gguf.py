@@ -26,6 +26,12 @@ _LAYER = {
     "self_attn.qkv_proj": "attn_qkv",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -97,8 +103,8 @@ def _to_float32(raw: bytes, dtype: str) -> np.ndarray:
     return np.frombuffer(raw, _DTYPES[dtype]).astype(np.float32)
 
 
-def gguf_tensors(tensors: dict[str, np.ndarray], config: dict[str, Any], arch: str) -> dict[str, np.ndarray]:
-    """The same weights, float32, under their GGUF names and in GGUF's layout."""
+def gguf_tensors(tensors: dict[str, np.ndarray], config: dict[str, Any], arch: str, split_kv_b: bool = True) -> dict[str, np.ndarray]:
+    """The same weights, float32, under their GGUF names and in GGUF's layout; with `split_kv_b` as in files of 2025 and later."""
     out: dict[str, np.ndarray] = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, value in tensors.items():
@@ -116,6 +122,9 @@ def gguf_tensors(tensors: dict[str, np.ndarray], config: dict[str, Any], arch: s
             value = interleave(value, config["num_key_value_heads"])
         if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             value = value + 1
+        if ".kv_b_proj." in name and split_kv_b:
+            out |= _split_kv_b(_gguf_name(name, arch), value, config)
+            continue
         if name.endswith(_CONV1D):
             value = value.T
         if name.endswith(("shared_expert_gate.weight", "e_score_correction_bias")):
@@ -145,6 +154,14 @@ def _fused(name: str, value: np.ndarray) -> dict[str, np.ndarray]:
         return {}
     gate, up = (np.ascontiguousarray(half) for half in np.split(value, 2, axis=-2))
     return {f"{blk}.ffn_gate_{place}.weight": gate, f"{blk}.ffn_up_{place}.weight": up}
+
+
+def _split_kv_b(name: str, value: np.ndarray, config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The matrices of every head: for keys transposed [H, rank, plain], for values [H, value, rank]."""
+    heads, plain = config["num_attention_heads"], config["qk_nope_head_dim"]
+    rows = value.reshape(heads, -1, config["kv_lora_rank"])
+    parts = {"attn_k_b": rows[:, :plain].swapaxes(1, 2), "attn_v_b": rows[:, plain:]}
+    return {name.replace("attn_kv_b", part): np.ascontiguousarray(matrices) for part, matrices in parts.items()}
 
 
 def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -255,8 +272,7 @@ def _write_parameters(writer: Any, config: dict[str, Any]) -> None:
         ("n_group", writer.add_expert_group_count),
         ("topk_group", writer.add_expert_group_used_count),
         ("moe_intermediate_size", writer.add_expert_feed_forward_length),
-        ("head_dim", writer.add_key_length),
-        ("head_dim", writer.add_value_length),
+        *([] if "kv_lora_rank" in config else [("head_dim", writer.add_key_length), ("head_dim", writer.add_value_length)]),
         ("vocab_size", writer.add_vocab_size),
     ]
     writer.add_block_count(config["num_hidden_layers"])
@@ -264,7 +280,7 @@ def _write_parameters(writer: Any, config: dict[str, Any]) -> None:
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_head_count_kv(1 if "kv_lora_rank" in config else config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     for key, add in optional:
         if config.get(key) is not None:
@@ -272,6 +288,8 @@ def _write_parameters(writer: Any, config: dict[str, Any]) -> None:
     if config["model_type"] == "phi3" or (config["model_type"] == "mistral" and config["sliding_window"]):
         writer.add_sliding_window(config["sliding_window"] or 0)
     _write_policies(writer, config)
+    if "kv_lora_rank" in config:
+        _write_latent(writer, config)
     _write_rope(writer, config)
 
 
@@ -293,7 +311,9 @@ def _write_policies(writer: Any, config: dict[str, Any]) -> None:
     if config["model_type"] == "gpt_oss":
         writer.add_sliding_window(config["sliding_window"])
         writer.add_expert_feed_forward_length(config["intermediate_size"])
-    if "n_group" in config:
+    if config["model_type"] == "deepseek_v2":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
+    elif "n_group" in config:
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config["model_type"] in ("olmo3", "gemma2", "gemma3_text"):
@@ -302,13 +322,28 @@ def _write_policies(writer: Any, config: dict[str, Any]) -> None:
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
 
 
+def _write_latent(writer: Any, config: dict[str, Any]) -> None:
+    rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    writer.add_kv_lora_rank(rank)
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_key_length(rank + rope)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rope)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_rope_dimension_count(rope)
+    writer.add_leading_dense_block_count(1)
+    if (all_dim := config["rope_parameters"].get("mscale_all_dim")) is not None:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * all_dim)
+
+
 def _write_rope(writer: Any, config: dict[str, Any]) -> None:
     import gguf
 
     rope = config["rope_parameters"]
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
-    if "mscale_all_dim" in rope:
+    if "llama_4_scaling_beta" in rope:
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if config["model_type"] in ("llama", "mistral", "phi3", "glm4", "glm4_moe"):

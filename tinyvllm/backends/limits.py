@@ -29,6 +29,7 @@ class ShapeFacts:
     ungrouped        the reference has chosen the experts of rows, so that nothing lists the rows of an expert
     scaled           rows of the embedding are scaled, or logits are
     head_dim, query_heads, kv_heads
+    latent           features of a key that are also the value; 0: values are stored
     block_size       tokens of a KV block; block_bytes: bytes of it in one layer
     table_blocks     blocks in a row of the block table
     cache_format     "F32", "F16", "BF16", or packed: "KV_FP8", "KV_INT8", "KV_INT4"; cache_elements, cache_bytes: of one layer's cache
@@ -54,6 +55,7 @@ class ShapeFacts:
     head_dim: int = 0
     query_heads: int = 1
     kv_heads: int = 1
+    latent: int = 0
     block_size: int = 0
     block_bytes: int = 0
     table_blocks: int = 0
@@ -74,6 +76,7 @@ _NOUNS = {
     "inputs": "inputs of the weight",
     "outputs": "outputs",
     "head_dim": "head dimension",
+    "latent": "features of a latent",
     "queries_per_kv_head": "query heads per KV head",
     "block_size": "tokens per KV block",
     "block_bytes": "bytes per KV block",
@@ -166,6 +169,7 @@ plain_rows = without("scaled", "a scale of the embedding")
 plain_outputs = (without("output_norm", "a norm of the outputs"), without("output_scale", "a scale of the outputs"))
 plain_logits = (without("scaled", "a divisor of the logits"), without("cap", "a cap of the logits"))
 silu_gate = without("gelu", "a gate with GELU")
+stored_values = without("latent", "values that are a part of the keys")
 no_cap = without("cap", "a cap of the scores")
 one_bias = without("row_bias", "a bias of each row, which adapters make")
 no_sinks = without("sinks", "sinks")

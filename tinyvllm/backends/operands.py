@@ -112,7 +112,8 @@ class RoutingPolicy:
 
     sigmoid  scores are sigmoids of the logits instead of shares of the softmax
     bias     what the router's bias is added to: nothing, the logits, or the scores for the choice alone
-    groups   of experts, of which the `kept_groups` are chosen from whose two largest scores, with their biases, add up to the most
+    groups   of experts, of which the `kept_groups` are chosen from whose two largest scores, with their biases, add up to the most; with
+             `group_scores` 1 those with the largest score
     scale    of the shares
     gated    whether the router has one more row: the logit of the gate of an expert that all rows share
     """
@@ -126,6 +127,7 @@ class RoutingPolicy:
     kept_groups: int = 1
     scale: float = 1.0
     gated: bool = False
+    group_scores: int = 2
 
     @property
     def by_scores(self) -> bool:

@@ -73,13 +73,13 @@ class Outline:
         self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        return empty(q, int(q.shape[0]), int(q.shape[1]) * int(q.shape[2]))
+        return empty(q, int(q.shape[0]), int(q.shape[1]) * cache.value_dim)
 
     def attention_prefill(
         self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch,
         cap: float = 0.0, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        return empty(q, int(q.shape[0]), int(q.shape[1]) * int(q.shape[2]))
+        return empty(q, int(q.shape[0]), int(q.shape[1]) * cache.value_dim)
 
     def matmul(
         self, variant: str, x: Tensor, weight: KernelWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool,

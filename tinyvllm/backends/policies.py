@@ -39,6 +39,7 @@ def routing(policy: RoutingPolicy) -> dict[str, Constant]:
         constants["LOGIT_BIAS" if policy.bias == "logits" else "CHOICE_BIAS"] = 1
     if policy.groups > 1:
         constants |= {"EXPERT_GROUPS": policy.groups, "KEPT_GROUPS": policy.kept_groups}
+        constants |= {"GROUP_SCORES": 1} if policy.group_scores == 1 else {}
     if policy.scale != 1.0:
         constants["SHARE_SCALE"] = constant(policy.scale)
     if policy.gated:
@@ -59,6 +60,11 @@ def logits(divisor: float, cap: float) -> dict[str, Constant]:
 def row_bias(bias: Tensor | None) -> dict[str, Constant]:
     """Of a product: the distance from a row's bias to the next one's, where each row has its own."""
     return {} if bias is None or len(bias.shape) == 1 else {"BIAS_PITCH": int(bias.shape[1])}
+
+
+def latent(features: int) -> dict[str, Constant]:
+    """Of a cache: the first `features` of a key are also the value, if there are any."""
+    return {"LATENT": features} if features else {}
 
 
 def score_cap(cap: float) -> dict[str, Constant]:

@@ -30,6 +30,21 @@ def store_kv(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> LayerCac
     return cache.after(*cache.keys.custom_kernel(cache.values, k, v, slots, fxn=program)[:2])
 
 
+def store_latents(cache: LayerCache, k: Tensor, slots: Tensor) -> LayerCache:
+    """The same for a cache of latents, [P, 1, 1, S, D], with k [T, 1, D]; keys and values are one memory, so that both stores are one."""
+    S, D = cache.S, cache.D
+
+    def program(keys: UOp, values: UOp, k: UOp, slots: UOp) -> UOp:
+        t, d = UOp.range(k.shape[0], 0), UOp.range(D, 1)
+        slot = _stored_slot(keys, slots, t, S)
+        block, offset, number = slot // S, slot % S, k[t, 0, d].cast(keys.dtype.base)
+        stores = [side[block, 0, 0, offset, d].store(number) for side in (keys, values)]
+        sink: UOp = UOp.group(*stores).end(t, d).sink(arg=KernelInfo(name="store_latents"))
+        return sink
+
+    return cache.after(*cache.keys.custom_kernel(cache.values, k, slots, fxn=program)[:2])
+
+
 def _stored_slot(keys: UOp, slots: UOp, t: UOp, S: int) -> UOp:
     slot = slots[t]
     stored: UOp = (slot < 0).where((int(keys.shape[0]) - 1) * S, slot).cast(dtypes.weakint)

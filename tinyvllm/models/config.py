@@ -19,9 +19,29 @@ MAX_EXPERTS = 4096  # several times more than any published model has
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), in numbers of features. n_kv_heads is 1 then, and head_dim is what the
+    cache holds of a token: `rank` + rope_dim.
+
+    rank    the latent that keys and values are made from
+    plain   of a head's queries and keys, those that are not rotated
+    value   a head's values
+    q_rank  the latent that queries are made from, 0 where they are projected at once
+    pairs   whether the file rotates adjacent features
+    """
+
+    rank: int
+    plain: int
+    value: int
+    q_rank: int = 0
+    pairs: bool = True
+
+
+@dataclass(frozen=True)
 class ModelConfig(TransformerConfig):
     """tinygrad's configuration and the fields it lacks: what families differ in. The defaults are LLaMA's.
 
+    latent           multi-head latent attention
     windows          one sliding window per layer, 0 for full attention
     window_rope      theta and scaling of the layers with a window, where they are not those of the others
     no_rope          layers that do not rotate q and k
@@ -36,6 +56,7 @@ class ModelConfig(TransformerConfig):
     embedding_scale, residual_scale  of the embedding, and of what is added to the residual stream
     logits_divisor   of the logits
     router_sigmoid, router_bias, router_groups  how experts are chosen (`RoutingPolicy`); groups and how many of them are kept
+    router_group_scores  by how many of its scores a group is
     biased_experts   whether the experts' products have biases
     gate_clamp       of the experts' gate, None for SiLU or GELU
     sinks            whether each head has a sink: one more score without a value
@@ -44,6 +65,7 @@ class ModelConfig(TransformerConfig):
 
     family: str = "llama"
     tied: bool = False
+    latent: Latent | None = None
     scaling: RopeScaling = RopeScaling()
     windows: tuple[int, ...] = ()
     window_rope: tuple[float, RopeScaling] | None = None
@@ -66,6 +88,7 @@ class ModelConfig(TransformerConfig):
     router_sigmoid: bool = False
     router_bias: RouterBias = ""
     router_groups: tuple[int, int] = (1, 1)
+    router_group_scores: int = 2
     biased_experts: bool = False
     gate_clamp: GateClamp | None = None
     sinks: bool = False

@@ -12,8 +12,9 @@ from tinygrad import nn
 
 from tinyvllm.errors import ModelError
 from tinyvllm.foreign import quoted
-from tinyvllm.models import dots, ernie, gemma, glm, gpt2, gpt_oss, granite, llama, ministral, mixtral, olmo, phi, qwen, smollm
+from tinyvllm.models import deepseek, dots, ernie, gemma, glm, gpt2, gpt_oss, granite, llama, ministral, mixtral, olmo, phi, qwen, smollm
 from tinyvllm.models.config import ModelConfig, Source, Transform, WeightRecipe
+from tinyvllm.models.latent import LatentModel
 from tinyvllm.models.understood import Recorded, refuse_unread
 
 
@@ -56,6 +57,9 @@ FAMILIES = (
     Family(("GptOssForCausalLM",), ("gpt-oss",), gpt_oss.from_hf, gpt_oss.from_gguf, gpt_oss.sources),
     Family(("Gemma2ForCausalLM",), ("gemma2",), gemma.gemma2_from_hf, gemma.gemma2_from_gguf, gemma.sources),
     Family(("Gemma3ForCausalLM",), ("gemma3",), gemma.gemma3_from_hf, gemma.gemma3_from_gguf, gemma.sources),
+    Family(("DeepseekV2ForCausalLM",), ("deepseek2",), deepseek.v2_from_hf, deepseek.from_gguf, deepseek.sources, LatentModel),
+    Family(("DeepseekV3ForCausalLM",), (), deepseek.v3_from_hf, deepseek.from_gguf, deepseek.sources, LatentModel),
+    Family(("Glm4MoeLiteForCausalLM",), (), deepseek.glm_lite_from_hf, deepseek.from_gguf, deepseek.sources, LatentModel),
     Family(("GPT2LMHeadModel",), ("gpt2",), gpt2.from_hf, gpt2.from_gguf, gpt2.sources, gpt2.GPT2),
 )
 
@@ -165,7 +169,7 @@ def recipes_of(family: Family, config: ModelConfig, model: Any, kind: str) -> li
 _STEMS = dict.fromkeys(("ffn_gate_inp", "ffn_gate_inp_shexp"), "norm_route") | dict.fromkeys(
     ("ffn_gate_exps", "ffn_up_exps"), "experts_gate_up_silu"
 )
-_STEMS["ffn_down_exps"] = "experts_down"
+_STEMS |= dict.fromkeys(("ffn_down_exps", "attn_k_b", "attn_v_b"), "experts_down")
 
 
 def _recipe(family: Family, config: ModelConfig, name: str, shape: tuple[int, ...], kind: str) -> WeightRecipe:
@@ -175,7 +179,7 @@ def _recipe(family: Family, config: ModelConfig, name: str, shape: tuple[int, ..
         shape,
         *family.sources(config, kind, name),
         offset=config.norm_offset * name.endswith("norm.weight"),
-        share=config.num_experts_per_tok / config.num_experts if stem.startswith("experts") else 1.0,
+        share=config.num_experts_per_tok / config.num_experts if "_exps." in name else 1.0,
         stem=stem,
         format="F32" if stem == "norm_route" else None,
     )

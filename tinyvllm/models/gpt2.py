@@ -27,6 +27,7 @@ def layer(norm: nn.LayerNorm) -> Norm:
 class GPT2Block:
     """One layer; names follow GGUF's, with separate q, k and v."""
 
+    weights_type = LayerWeights
     weights: LayerWeights  # set by the loader
 
     def __init__(self, config: ModelConfig):

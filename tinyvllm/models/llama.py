@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from tinygrad import Tensor, nn
@@ -53,6 +53,7 @@ class Sinks:
 class LlamaBlock(TransformerBlock):
     """One layer. Modules and their names are tinygrad's; the body runs a flat batch against the paged cache."""
 
+    weights_type: ClassVar[type[LayerWeights]] = LayerWeights
     config: ModelConfig  # of the layer
     weights: LayerWeights  # set by the loader
 
@@ -88,12 +89,7 @@ class LlamaBlock(TransformerBlock):
 
     def forward_batch(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: LayerCache, rotations: Rotations) -> Tensor:
         """x [T, E] float32; result [T, E] float32."""
-        angles = None if self.rope is None else rotations.angles[self.rope]
-        norm, ordered = self._norm("attn_norm"), self.weights.qkv.in_order(x)
-        q, cache = norm_qkv_rope_store(ordered, norm, self._qkv(self._bias("qkv", ordered, norm, batch)), angles, cache, batch)
-        q = q if rotations.query_factors is None else (q * rotations.query_factors).contiguous()
-        sinks = self.attn_sinks.weight if self.config.sinks else None
-        attended = attention(q, cache, self.scale, self.window, self.cap, sinks)
+        attended = self._attend(x, batch, attention, cache, rotations)
         x = self._project(attended, "attn_output", batch, x, "post_attention_norm")
         if self.weights.router is not None:
             return mixture(x, self._norm("ffn_norm"), self._norm("post_ffw_norm"), self.config, self.weights, batch)
@@ -101,6 +97,15 @@ class LlamaBlock(TransformerBlock):
         ordered = gate_up.in_order(x)
         h = gate_up_silu(ordered, norm, gate_up.weight, batch.rows, self._bias("ffn_in", ordered, norm, batch), self.gelu).contiguous()
         return self._project(h, "ffn_down", batch, x, "post_ffw_norm")
+
+    def _attend(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: LayerCache, rotations: Rotations) -> Tensor:
+        """The values that each row attends to, float32 [T, H * D]; x is not yet normed."""
+        angles = None if self.rope is None else rotations.angles[self.rope]
+        norm, ordered = self._norm("attn_norm"), self.weights.qkv.in_order(x)
+        q, cache = norm_qkv_rope_store(ordered, norm, self._qkv(self._bias("qkv", ordered, norm, batch)), angles, cache, batch)
+        q = q if rotations.query_factors is None else (q * rotations.query_factors).contiguous()
+        sinks = self.attn_sinks.weight if self.config.sinks else None
+        return attention(q, cache, self.scale, self.window, self.cap, sinks)
 
     def _project(self, x: Tensor, field: str, batch: Batch, residual: Tensor, norm: str) -> Tensor:
         """The residual [T, E] plus x times the product's weight and its bias, normed if the layer has this norm, and scaled."""
@@ -143,12 +148,13 @@ class LlamaBlock(TransformerBlock):
 class Llama(Transformer):
     """A causal language model over a flat batch. A loader places the tensors under tinygrad's names and sets `weights`."""
 
+    block_type: ClassVar[type[LlamaBlock]] = LlamaBlock
     weights: ModelWeights
 
     def __init__(self, config: ModelConfig):
         self.config = config
         with uninitialized():
-            self.blk: list[LlamaBlock] = [LlamaBlock(config, layer) for layer in range(config.num_blocks)]  # type: ignore[assignment]
+            self.blk: list[LlamaBlock] = [self.block_type(config, layer) for layer in range(config.num_blocks)]  # type: ignore[assignment]
             self.token_embd = nn.Embedding(config.vocab_size, config.dim)
             self.output_norm = nn.RMSNorm(config.dim, config.norm_eps)
             if not config.tied:

@@ -59,6 +59,7 @@ def mixture(x: Tensor, norm: Norm | None, after: Norm | None, config: ModelConfi
         *c.router_groups,
         scale=c.routed_scaling_factor,
         gated=is_gated(c),
+        group_scores=c.router_group_scores,
     )
     routing = norm_route(x, norm, router.weight, batch.rows, policy, router.bias)
     first, down = weights.ffn_in, weights.ffn_down

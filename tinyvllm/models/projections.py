@@ -45,6 +45,17 @@ class LayerWeights:
     shared_down: Product | None = None
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LatentWeights(LayerWeights):
+    """Of a layer with latent attention. `qkv` makes q, or its latent, and the latent and rotated key that all heads share. k_b and v_b hold
+    a matrix a head, one head's rows after the other's: from a query to what is multiplied with the latent, and from it to values.
+    """
+
+    q_b: Product | None = None  # from q's latent
+    k_b: Product
+    v_b: Product
+
+
 @dataclass(frozen=True, eq=False)
 class ModelWeights:
     """The two ends of a model. With tied embeddings both read the same matrix."""

@@ -38,15 +38,11 @@ class _Padded:
         return self._masks[window]
 
     def attend(self, q: Tensor, cache: LayerCache, scale: float, window: int, cap: float, sinks: Tensor | None) -> Tensor:
-        """q [B, Q, H, D] against the first m blocks of each table; result [B, Q, H, D]."""
+        """q [B, Q, H, D] against the first m blocks of each table; result [B, Q, H, D], of latents [B, Q, H, their features]."""
         (_, _, H, D), B, Q, m, S = q.shape, self.B, self.Q, self.m, self.S
-        K = cache.K
+        K, V = cache.K, cache.value_dim
         G = H // K
-        if cache.packed is not None:
-            gathered = unpacked(cache, self._tables)
-        else:
-            gathered = cache.keys[self._tables][:, :, 0], cache.values[self._tables][:, :, 1]  # [B, m, K, S, D]
-        k, v = (x.permute(0, 2, 1, 3, 4).reshape(B, K, 1, 1, m, S, D).float() for x in gathered)
+        k, v = (x.permute(0, 2, 1, 3, 4).reshape(B, K, 1, 1, m, S, x.shape[4]).float() for x in _gathered(cache, self._tables))
         q = q.reshape(B, Q, K, G, D).permute(0, 2, 3, 1, 4).reshape(B, K, G, Q, 1, 1, D)
         seen = self.mask(window)
         products = (q * k).sum(-1) * scale
@@ -59,8 +55,17 @@ class _Padded:
         total = weights.sum((4, 5)).unsqueeze(-1)
         total = total if own is None else total + (own - top).exp().squeeze(5)
         # also the values: a block may hold NaNs of an earlier request, and 0 * NaN is NaN
-        out = (weights.unsqueeze(-1) * seen.unsqueeze(-1).where(v, 0)).sum((4, 5)) / total  # [B, K, G, Q, D]
-        return out.permute(0, 3, 1, 2, 4).reshape(B, Q, H, D)
+        out = (weights.unsqueeze(-1) * seen.unsqueeze(-1).where(v, 0)).sum((4, 5)) / total  # [B, K, G, Q, V]
+        return out.permute(0, 3, 1, 2, 4).reshape(B, Q, H, V)
+
+
+def _gathered(cache: LayerCache, tables: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys [B, m, K, S, D] and values of the blocks tables [B, m]."""
+    if cache.packed is not None:
+        return unpacked(cache, tables)
+    if cache.latent:
+        return cache.keys[tables][:, :, 0], cache.values[tables][:, :, 0, :, :, : cache.latent]
+    return cache.keys[tables][:, :, 0], cache.values[tables][:, :, 1]
 
 
 class PagedAttention:
@@ -104,7 +109,7 @@ class PagedAttention:
         self, q: Tensor, cache: LayerCache, scale: float, window: int = 0, cap: float = 0.0, sinks: Tensor | None = None
     ) -> Tensor:
         """q [T, H, D] float32 to [T, H * D] float32, against a cache that already holds this step's keys and values; q is as
-        the cache's keys are (`norm_qkv_rope_store`).
+        the cache's keys are (`norm_qkv_rope_store`). Of a cache of latents the result is [T, H * their features].
 
         A row at position p sees keys 0..p of its own sequence, with `window` > 0 only the last `window` of them. H is a multiple of K
         (grouped queries). sinks [H] float32.
@@ -132,7 +137,7 @@ class PagedAttention:
         else:
             rows, back = self._indices
             out = self._chunks.attend(q[Bd:][rows], cache, scale, window, cap, sinks)  # [Bp, Q, H, D]
-            chunks = out.reshape(-1, int(q.shape[1] * q.shape[2]))[back].contiguous()
+            chunks = out.reshape(-1, int(q.shape[1]) * cache.value_dim)[back].contiguous()
         return chunks if singles is None else singles[:Bd].cat(chunks).contiguous()
 
     def _kernel(self, stem: str, cache: LayerCache, q: Tensor, cap: float, sinks: Tensor | None) -> Selection | None:
@@ -140,6 +145,6 @@ class PagedAttention:
         if (self._batch.num_decodes if stem == "attention_decode" else self._batch.num_chunks) == 0:
             return None
         (H, D), K, placement = (int(d) for d in q.shape[1:]), cache.K, Placement.of(q.device)
-        shape = f"H={H}, K={K}, D={D} {cache_format(cache)}{' capped' * (cap != 0.0)}{' sinks' * (sinks is not None)}"
-        table_blocks = int(self._batch.block_tables.shape[1])
-        return select(stem, placement, shape, attention_facts(placement, cache, H, table_blocks, cap != 0.0, sinks is not None))
+        policies = f"{' capped' * (cap != 0.0)}{' sinks' * (sinks is not None)}{' latents' * (cache.latent > 0)}"
+        facts = attention_facts(placement, cache, H, int(self._batch.block_tables.shape[1]), cap != 0.0, sinks is not None)
+        return select(stem, placement, f"H={H}, K={K}, D={D} {cache_format(cache)}{policies}", facts)

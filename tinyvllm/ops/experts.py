@@ -60,9 +60,9 @@ def _by_scores(logits: Tensor, policy: RoutingPolicy, bias: Tensor | None) -> tu
 
 
 def _of_best_groups(numbers: Tensor, policy: RoutingPolicy) -> Tensor:
-    """Those of the groups whose two largest add up to the most; the others are -infinity."""
+    """Those of the groups whose largest add up to the most; the others are -infinity."""
     by_group = numbers.reshape(-1, policy.experts // policy.groups)
-    totals = by_group.gather(1, _largest(by_group, 2)).sum(1).reshape(-1, policy.groups).contiguous()
+    totals = by_group.gather(1, _largest(by_group, policy.group_scores)).sum(1).reshape(-1, policy.groups).contiguous()
     kept = _largest(totals, policy.kept_groups)  # [T, kept]
     group_of = Tensor.arange(policy.experts, device=numbers.device) // (policy.experts // policy.groups)
     return (kept.unsqueeze(2) == group_of.reshape(1, 1, -1)).max(1).where(numbers, -float("inf"))

@@ -43,6 +43,7 @@ def attention_facts(placement: Placement, cache: LayerCache, query_heads: int, t
         query_heads=query_heads,
         cap=cap,
         sinks=sinks,
+        latent=cache.latent,
         kv_heads=cache.K,
         block_size=cache.S,
         table_blocks=table_blocks,

@@ -11,7 +11,7 @@ from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.operands import QKV, TensorWeight
 from tinyvllm.backends.registry import select
 from tinyvllm.batch import Batch, LayerCache
-from tinyvllm.bridge import store_kv, store_packed_kv
+from tinyvllm.bridge import store_kv, store_latents, store_packed_kv
 from tinyvllm.ops.facts import product_facts
 from tinyvllm.ops.kv_pack import packed_rows, queries_for
 from tinyvllm.ops.linear import has_row_bias, only_row_bias, products
@@ -19,7 +19,7 @@ from tinyvllm.ops.norm import Norm, rms_norm
 from tinyvllm.ops.rope import apply_rope
 from tinyvllm.placement import Placement
 
-__all__ = ["QKV", "append_kv", "norm_qkv_rope_store"]
+__all__ = ["QKV", "append_kv", "append_latents", "norm_qkv_rope_store"]
 
 
 def norm_qkv_rope_store(
@@ -57,6 +57,16 @@ def norm_qkv_rope_store(
 def normed_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [T, H, D] normed head by head with a weight [D], or all heads at once with a weight [H D]."""
     return rms_norm(x.reshape(int(x.shape[0]), -1, int(weight.shape[0])), weight, eps).reshape(*x.shape)
+
+
+def append_latents(keys: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
+    """A cache of latents after keys [T, 1, D] float32 were written at the batch's slots."""
+    placement = Placement.of(keys.device)
+    facts = ShapeFacts(placement, head_dim=cache.D, cache_format=cache_format(cache), latent=cache.latent)
+    kernel = select("kv_append", placement, f"K=1, D={cache.D} {facts.cache_format} latents", facts)
+    if kernel is not None:
+        return kernel.backend.append_kv(kernel.variant, keys, keys, cache, batch)
+    return store_latents(cache, keys, batch.slots)
 
 
 def append_kv(k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:

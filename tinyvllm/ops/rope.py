@@ -79,11 +79,12 @@ def _yarn(inverse: np.ndarray, s: RopeScaling, dim: int, theta: float, context: 
     magnitude = s.attention_factor
     if magnitude is None:
         both = s.mscale and s.mscale_all_dim
-        magnitude = _yarn_mscale(s.factor, s.mscale) / _yarn_mscale(s.factor, s.mscale_all_dim) if both else _yarn_mscale(s.factor, 1.0)
+        magnitude = yarn_mscale(s.factor, s.mscale) / yarn_mscale(s.factor, s.mscale_all_dim) if both else yarn_mscale(s.factor, 1.0)
     return inverse / s.factor * ramp + inverse * (1 - ramp), magnitude
 
 
-def _yarn_mscale(factor: float, mscale: float) -> float:
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """What YaRN raises the temperature by."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

@@ -26,6 +26,7 @@ class BlockShape:
     shape: tuple[int, ...]
     dtype: DType
     packed: KVLayout | None = None
+    latent: int = 0
 
     @classmethod
     def of(cls, config: ModelConfig, block_size: int, kv_cache_dtype: str, weights: DType) -> BlockShape:
@@ -33,7 +34,11 @@ class BlockShape:
         K, D = config.n_kv_heads, config.head_dim
         if kv_cache_dtype == "auto":
             dtype = weights if weights in (dtypes.float16, dtypes.bfloat16) else dtypes.float32
+            if config.latent is not None:
+                return cls((1, K, block_size, D), dtype, latent=config.latent.rank)
             return cls((2, K, block_size, D), dtype)
+        if config.latent is not None:
+            raise ArgumentError(f"kv_cache_dtype={kv_cache_dtype} does not pack the latents of multi-head latent attention: use auto")
         multiple = 8 if kv_cache_dtype == "int4" else 4
         if D % multiple:
             raise ArgumentError(
@@ -55,7 +60,7 @@ class KVPool:
         self._memory: list[np.ndarray] = []  # [P, bytes] a layer, if it is in host memory
         self._copying: dict[int, tuple[Tensor, Tensor, Captured]] = {}  # pairs, their count and the copy, by the maximum of pairs
         pools = [self._zeros((num_blocks + 1, *block.shape), block.dtype, device) for _ in range(config.num_blocks)]
-        self.layers = [LayerCache(pool, alias(pool), block.packed) for pool in pools]
+        self.layers = [LayerCache(pool, alias(pool), block.packed, block.latent) for pool in pools]
 
     def _zeros(self, shape: tuple[int, ...], dtype: DType, device: str) -> Tensor:
         if not Placement(device).is_cpu:
@@ -142,4 +147,4 @@ class KVOutline(KVPool):
         self.num_blocks, self.block_size, self.block, self.device = num_blocks, block_size, block, device
         shape = num_blocks + 1, *block.shape
         pools = [[Tensor.empty(*shape, dtype=block.dtype, device=device) for _ in range(2)] for _ in range(config.num_blocks)]
-        self.layers = [LayerCache(keys, values, block.packed) for keys, values in pools]
+        self.layers = [LayerCache(keys, values, block.packed, block.latent) for keys, values in pools]

@@ -31,7 +31,7 @@ class LoadNotes:
 
     def log(self) -> None:
         for (stored, format), names in self._unpacked.items():
-            text = "weights: %s stored as %s become %s: no kernel of this device reads them packed"
+            text = "weights: %s stored as %s become %s: no kernel of this device reads them packed, or they are transposed"
             log.warning(text, _listed(names), stored, format)
         for format, names in self._replaced.items():
             text = "weights: %s become %s instead of %s: their width is no whole number of its blocks"

@@ -108,6 +108,7 @@ def _undivided(c: ModelConfig) -> str | None:
     """What a model has that no rank can compute its part of; None if it can be divided."""
     whole = {
         "learned positions": c.family == "gpt2",
+        "multi-head latent attention": c.latent is not None,
         "experts": bool(c.num_experts),
         "norms of q and k over all heads": c.whole_qk_norm,
         "norms of outputs": c.post_norms,

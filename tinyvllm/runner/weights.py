@@ -23,7 +23,7 @@ from tinyvllm.backends.registry import select
 from tinyvllm.bridge import mapped
 from tinyvllm.errors import KernelError, ModelError
 from tinyvllm.models.config import WeightRecipe
-from tinyvllm.models.projections import LayerWeights, ModelWeights, Product
+from tinyvllm.models.projections import ModelWeights, Product
 from tinyvllm.ops.head import Table
 from tinyvllm.ops.linear import TensorWeight, Weight
 from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in, packed_in
@@ -110,7 +110,7 @@ class WeightLoader:
         table = self._table(model, packed.get(head), rest)
         self._place_plain(model, list(rest.values()))
         for block, groups in zip(model.blk, layers, strict=True):
-            block.weights = LayerWeights(**{group.field: self._product(block, group, packed.get(group)) for group in groups})
+            block.weights = block.weights_type(**{group.field: self._product(block, group, packed.get(group)) for group in groups})
         model.weights = ModelWeights(model.token_embd.weight if table is None else table, self._joined(head, packed.get(head)).weight)
         self._notes.log()
 
@@ -197,6 +197,8 @@ class WeightLoader:
                     continue
                 if record.format not in kept or len(recipe.shape) != 2 or not self._plan.multiplies(recipe):
                     self.unpacked[record.name] = record.reason or f"no kernel here reads {record.format}"
+                elif rows_format(self._checkpoint, recipe, self._plan.dtype, kept, ordered=True) in FLOATS:
+                    self.unpacked[record.name] = "its parts are transposed, or of several formats"
                 elif record.order is not None and recipe.name not in self._ordered:
                     self.unpacked[record.name] = "columns in an order of their own"
 

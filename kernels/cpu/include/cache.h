@@ -1,6 +1,13 @@
 // How the KV cache stores numbers. CACHE_TYPE F32, F16 or BF16: [P, 2, K, S, D], rounded to nearest, ties to even. KV_FP8, KV_INT8, KV_INT4:
-// packed blocks of BLOCK_BYTES, as KVLayout of tinyvllm/batch.py has them. Constants: K, S, D, CACHE_TYPE.
+// packed blocks of BLOCK_BYTES, as KVLayout of tinyvllm/batch.py has them. Constants: K, S, D, CACHE_TYPE. With LATENT, a number of features,
+// F32, F16 or BF16 [P, S, D]: one key for all heads, whose first LATENT features are the value.
 #pragma once
+#ifndef LATENT
+#define LATENT 0
+#endif
+#define SIDES (LATENT ? 1 : 2)
+#define VALUES (LATENT ? LATENT : D)  // features of a value
+
 #include "kv_cache.h"
 #include "lanes.h"
 
@@ -30,10 +37,15 @@ typedef uint8_t cached;
 #if !PACKED_CACHE
 #define ROW_BYTES (D * (int)sizeof(cached))
 
+// Where a key (side 0) or value (side 1) of one slot and head is.
+static inline long place_of(int block, int side, int head, int s) {
+  return LATENT ? ((long)block * S + s) * D : (((long)block * 2 + side) * K + head) * (S * D) + s * D;
+}
+
 // A key (side 0) or value (side 1) of one slot and head, from float32 [D]. Nothing is stored where the slot is negative.
 static inline void store_row(cached *pool, int32_t slot, int side, int head, const float *x) {
   if (slot < 0) return;
-  cached *to = pool + (((long)(slot / S) * 2 + side) * K + head) * (S * D) + slot % S * D;
+  cached *to = pool + place_of(slot / S, side, head, slot % S);
   for (int d = 0; d < D; d += 16) store_cached(to + d, v16_load(x + d));
 }
 #else

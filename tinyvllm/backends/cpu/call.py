@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tinygrad import Tensor
 
@@ -45,6 +46,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "plain": (),
 }
 
+HEADS_OF_A_PART = 8  # of those that share latents: a unit of attention converts their keys once, and more heads leave threads without work
 PARTITION = 256  # keys that one unit of work of attention_decode reads
 _REPORT_BYTES, _SAMPLE_CHUNK = 192, 128  # of sample.c: what a thread tells the others, and tokens of a chunk
 
@@ -132,34 +134,37 @@ class CpuBackend(ExpertKernels):
     def append_kv(self, variant: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
         (T, K, D), S = (int(d) for d in k.shape), cache.S
         work = 2 * T * K * D * (4 + cache.keys.dtype.itemsize)
-        kernel = Kernel.cpu("kv_append", variant, 2, 4, bytes=work, K=K, S=S, D=D, CACHE_TYPE=cache_format(cache))
-        return cache.after(*launch(kernel, [*cache], [k, v, batch.slots, batch.rows]))
+        ins = [k, *([] if cache.latent else [v]), batch.slots, batch.rows]
+        sizes = dict(K=K, S=S, D=D, CACHE_TYPE=cache_format(cache)) | policies.latent(cache.latent)
+        kernel = Kernel.cpu("kv_append", variant, 2, len(ins), bytes=work, **sizes)  # type: ignore[arg-type]
+        return cache.after(*launch(kernel, [*cache], ins))
 
     def attention_decode(
         self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        T, H, D = (int(d) for d in q.shape)
+        (T, H, _), V = (int(d) for d in q.shape), cache.value_dim
         max_partitions = ceil_div(int(batch.block_tables.shape[1]) * cache.S, PARTITION)
-        partial = empty(q, batch.num_decodes * H * max_partitions * (D + 2))
+        partial = empty(q, batch.num_decodes * H * max_partitions * (V + 2))
         ins = [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes, *present(sinks, batch.shared_prefix_lens)]
-        constants = Attention.of(q, cache, scale, window, batch, cap).defines | policies.sinks(sinks is not None)
+        constants = _attention(q, cache, scale, window, batch, cap) | policies.sinks(sinks is not None)
         constants |= dict(CASCADE=int(batch.shared_prefix_lens is not None))
         kernel = Kernel.cpu("attention_decode", variant, 2, len(ins), **constants)  # type: ignore[arg-type]
-        return launch(kernel, [empty(q, T, H * D), partial], ins)[0]
+        return launch(kernel, [empty(q, T, H * V), partial], ins)[0]
 
     def attention_prefill(
         self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch,
         cap: float = 0.0, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        (T, H, D), K = (int(d) for d in q.shape), cache.K
-        rows = H // K * max(1, 128 // (H // K))
+        T, H, D = (int(d) for d in q.shape)
+        constants = _attention(q, cache, scale, window, batch, cap) | policies.sinks(sinks is not None)
+        group = H // int(constants["K"])
+        rows = group * max(1, 128 // group)
         areas = empty(q, MAX_THREADS * (128 * D + rows * (3 * D + 32)))
         # the values' alias: a tensor that two kernels read after a store is copied, the whole pool
         ins = [q, cache.values, batch.block_tables, batch.context_lens, batch.query_starts, batch.chunks, *present(sinks)]
-        constants = Attention.of(q, cache, scale, window, batch, cap).defines | policies.sinks(sinks is not None)
         kernel = Kernel.cpu("attention_prefill", variant, 2, len(ins), **constants)  # type: ignore[arg-type]
-        return launch(kernel, [empty(q, T, H * D) if out is None else out, areas], ins)[0]
+        return launch(kernel, [empty(q, T, H * cache.value_dim) if out is None else out, areas], ins)[0]
 
     def matmul(
         self, variant: str, x: Tensor, weight: KernelWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool,
@@ -270,6 +275,15 @@ class CpuBackend(ExpertKernels):
 
     def pack_tiles(self, variant: str, placement: Placement, rows: RowSource, format: str, I: int) -> Tensor:
         raise NotImplementedError("kernels: the CPU reads panels, not tiles")
+
+
+def _attention(q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float) -> dict[str, Constant]:
+    """Constants of attention. All heads read the same latents: they are divided into parts, each a unit of work."""
+    shape = Attention.of(q, cache, scale, window, batch, cap)
+    if not cache.latent:
+        return shape.defines
+    part = next(heads for heads in range(min(HEADS_OF_A_PART, shape.H), 0, -1) if shape.H % heads == 0)
+    return replace(shape, K=shape.H // part).defines | policies.latent(cache.latent)
 
 
 def _slices(share: ColumnShare) -> dict[str, Constant]:

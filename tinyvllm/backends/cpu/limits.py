@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tinyvllm.backends.limits import (
     Limits,
+    ShapeFacts,
     between,
     grouped_rows,
     matrices,
@@ -20,7 +21,16 @@ WIDTH = 32  # columns that the kernels read x and weights by
 _INPUTS = multiple_of("inputs", WIDTH)
 _HEADS = multiple_of("head_dim", 16)
 _ONE_FORMAT = matrices(1, "parts of several formats are multiplied by norm_qkv_rope_store and norm_gate_up_silu")
-_ATTENTION = (_HEADS, between("head_dim", 32, 256), pairs_of_sixteen)
+_VALUES, _LATENTS = multiple_of("latent", 16), between("head_dim", 32, 1024)
+_WIDTHS = between("head_dim", 32, 256)
+
+
+def _widths(facts: ShapeFacts) -> str | None:
+    """A key of a latent cache may be wider."""
+    return (_LATENTS if facts.latent else _WIDTHS)(facts)
+
+
+_ATTENTION = (_HEADS, _VALUES, _widths, pairs_of_sixteen)
 
 LIMITS: Limits = {
     "embed": (_INPUTS,),

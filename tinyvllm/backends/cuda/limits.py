@@ -24,6 +24,7 @@ from tinyvllm.backends.limits import (
     power_of_two,
     rms_norm_only,
     silu_gate,
+    stored_values,
     tiles_only,
 )
 from tinyvllm.batch import PACKED_KV
@@ -61,9 +62,9 @@ _ATTENTION = (
 LIMITS: Limits = {
     "embed": (_INPUTS, plain_rows),
     "norm_qkv_rope_store": (*_PRODUCT, rms_norm_only, _HEADS, norm_by_head, one_bias),
-    "kv_append": (_HEADS,),
-    "attention_decode": (*_ATTENTION, no_cap, no_sinks),
-    "attention_prefill": (*_ATTENTION, no_cap, no_sinks),
+    "kv_append": (_HEADS, stored_values),
+    "attention_decode": (*_ATTENTION, no_cap, no_sinks, stored_values),
+    "attention_prefill": (*_ATTENTION, no_cap, no_sinks, stored_values),
     "matmul": (*plain_outputs, one_bias, *_PRODUCT, _ONE_FORMAT),
     "norm_gate_up_silu": (silu_gate, one_bias, multiple_of("outputs", 16), *_PRODUCT, rms_norm_only),
     "norm_head": (*plain_logits, *_PRODUCT, _ONE_FORMAT, rms_norm_only),

@@ -20,6 +20,7 @@ from tinyvllm.backends.limits import (
     power_of_two,
     rms_norm_only,
     silu_gate,
+    stored_values,
 )
 from tinyvllm.quant.formats import FORMATS
 
@@ -44,9 +45,9 @@ _ATTENTION = (
 LIMITS: Limits = {
     "embed": (_INPUTS, plain_rows),
     "norm_qkv_rope_store": (_INPUTS, matrices(3, "q, k and v"), rms_norm_only, _HEADS, norm_by_head, one_bias),
-    "kv_append": (_HEADS,),
-    "attention_decode": (*_ATTENTION, no_cap, no_sinks),
-    "attention_prefill": (*_ATTENTION, no_cap, no_sinks),
+    "kv_append": (_HEADS, stored_values),
+    "attention_decode": (*_ATTENTION, no_cap, no_sinks, stored_values),
+    "attention_prefill": (*_ATTENTION, no_cap, no_sinks, stored_values),
     "matmul": (*plain_outputs, one_bias, _INPUTS, matrices(1, "several are multiplied only together with their norm")),
     "norm_gate_up_silu": (silu_gate, one_bias, _INPUTS, matrices(2, "gate and up"), rms_norm_only),
     "norm_head": (*plain_logits, _INPUTS, rms_norm_only),
