@@ -92,10 +92,13 @@ def test_options_under_the_names_of_vllm(tmp_path: Path) -> None:
     same = {"tensor_parallel_size": 1, "trust_remote_code": True, "enforce_eager": False, "gpu_memory_utilization": None, "task": "auto"}
     assert resolve(tmp_path, environ={}, num_gpu_blocks_override=7, **same) == resolve(tmp_path, environ={}, num_blocks=7)
     assert resolve(tmp_path, environ={}, kv_cache_memory_bytes="2GiB").kv_memory == 2 << 30
-    assert resolve(tmp_path, environ={}, tensor_parallel_size=2).speculative_config is None, "a default that does not work with it"
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        assert resolve(tmp_path, environ={}, **{name: 2}).speculative_config is None, "a default that does not work with it"
     for given, words in [
         ({"gpu_memory_utilization": 0.9}, ["gpu_memory_utilization=0.9", "nearest: kv_memory, num_blocks"]),
-        ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size=2", "accepted: 1", "nearest: device"]),
+        ({"data_parallel_size": 2}, ["data_parallel_size=2", "accepted: 1", "nearest: device"]),
+        ({"pipeline_parallel_size": 0}, ["pipeline_parallel_size", "1 to 64", "got 0"]),
+        ({"pipeline_parallel_size": 2, "swap_space": "1GiB"}, ["swap_space does not work with pipeline_parallel_size=2"]),
         ({"tensor_parallel_size": 3}, ["tensor_parallel_size must be one of 1, 2, 4, 8", "got 3"]),
         ({"tensor_parallel_size": 2, "device": "CUDA"}, ["tensor_parallel_size=2 runs on the CPU only", "device=CUDA"]),
         ({"tensor_parallel_size": 2, "swap_space": "1GiB"}, ["swap_space does not work with tensor_parallel_size=2"]),

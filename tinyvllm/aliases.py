@@ -44,7 +44,6 @@ VLLM: dict[str, Alias] = {
     "gpu_memory_utilization": Alias(
         inert=(None,), nearest=("kv_memory", "num_blocks"), why="the KV cache has a size; without one it takes what the device has free"
     ),
-    "pipeline_parallel_size": _ONE_DEVICE,
     "data_parallel_size": _ONE_DEVICE,
     "distributed_executor_backend": Alias(
         inert=(None, "uni", "mp"), nearest=("tensor_parallel_size",), why="an engine starts its processes"

@@ -104,6 +104,7 @@ class Batch:
     num_blocks            blocks of the longest context of the step; an int, or a bound variable so that one capture serves all lengths
     adapters [T]          the adapter of each row, n for the n-th, 0 for none; None where no row of the batch has one
     shared_prefix_lens [B] for each decode, leading tokens in the same blocks as those of the decode before it; None where not computed
+    arrived [T, E]        float32: the residual stream from the layers of another process; None where the model begins with its embedding
     """
 
     tokens: Tensor
@@ -122,6 +123,7 @@ class Batch:
     max_query: int
     shared_prefix_lens: Tensor | None = None
     adapters: Tensor | None = None
+    arrived: Tensor | None = None
 
     @property
     def num_chunks(self) -> int:

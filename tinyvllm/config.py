@@ -84,7 +84,8 @@ class EngineConfig:
     max_num_queued_reqs, max_num_queued_tokens  requests, and tokens of prompts, that may wait; more are refused. None is no limit
     preemption_mode         "recompute" or "swap"; None takes the cheaper one by measured rates
     async_scheduling        launch the next decode step before the last one's tokens are read; None does where launches are asynchronous
-    tensor_parallel_size    processes that share the model, each with a part of every matrix: 1, 2, 4 or 8, on the CPU
+    tensor_parallel_size    processes that share each layer, each with a part of every matrix: 1, 2, 4 or 8, on the CPU
+    pipeline_parallel_size  runs of layers that the model is divided into, each in processes of its own, on the CPU
     enable_lora             serve low-rank adapters (docs/lora.md): up to max_loras at the same time, of ranks up to max_lora_rank
     lora_modules            names and folders of the adapters that are loaded at the start, which imply enable_lora. `resolve` also takes a
                             dict, and texts such as "NAME=FOLDER"
@@ -126,6 +127,7 @@ class EngineConfig:
     preemption_mode: str | None = None
     async_scheduling: bool | None = None
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
@@ -136,6 +138,11 @@ class EngineConfig:
     profile: str | None = None
     energy: bool = False
     seed: int | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """The processes that share the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def step_seconds(self) -> float | None:
@@ -203,19 +210,20 @@ class EngineConfig:
             raise ArgumentError("enable_lora has no use with load_format=dummy: no adapter belongs to random weights")
 
     def _check_ranks(self) -> None:
-        """ArgumentError for what ranks of tensor parallelism cannot do yet."""
-        ranks = self.tensor_parallel_size
-        if type(ranks) is not int or ranks not in TENSOR_PARALLEL_SIZES:
-            raise ArgumentError(f"tensor_parallel_size must be one of {', '.join(map(str, TENSOR_PARALLEL_SIZES))}, got {ranks!r}")
-        if ranks == 1:
+        """ArgumentError for what several ranks cannot do yet."""
+        size = self.tensor_parallel_size
+        if type(size) is not int or size not in TENSOR_PARALLEL_SIZES:
+            raise ArgumentError(f"tensor_parallel_size must be one of {', '.join(map(str, TENSOR_PARALLEL_SIZES))}, got {size!r}")
+        if self.num_ranks == 1:
             return
+        given = f"tensor_parallel_size={size}" if size > 1 else f"pipeline_parallel_size={self.pipeline_parallel_size}"
         if self.device not in ("auto", "CPU"):
-            raise ArgumentError(f"tensor_parallel_size={ranks} runs on the CPU only, got device={self.device}: leave one of them out")
+            raise ArgumentError(f"{given} runs on the CPU only, got device={self.device}: leave one of them out")
         for name in ("swap_space", "speculative_config", "prefix_cache_dir", "async_scheduling", "imatrix", "enable_lora"):
             if getattr(self, name):
-                raise ArgumentError(f"{name} does not work with tensor_parallel_size={ranks} yet: leave one of them out")
+                raise ArgumentError(f"{name} does not work with {given} yet: leave one of them out")
         if self.num_scheduler_steps != 1:
-            raise ArgumentError(f"num_scheduler_steps={self.num_scheduler_steps} is not supported with tensor_parallel_size={ranks}: use 1")
+            raise ArgumentError(f"num_scheduler_steps={self.num_scheduler_steps} is not supported with {given}: use 1")
 
     def _check_imatrix(self, path: str) -> None:
         if self.quantization is None:
@@ -257,6 +265,7 @@ _INTEGERS: tuple[tuple[str, int, int | None], ...] = (
     ("num_blocks", 1, None),
     ("kv_memory", 1, None),
     ("swap_space", 0, None),
+    ("pipeline_parallel_size", 1, 64),
     ("max_num_queued_reqs", 0, None),
     ("max_num_queued_tokens", 0, None),
     ("seed", -(2**63), 2**64 - 1),
@@ -288,7 +297,7 @@ def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str
             raise ArgumentError(f"{name}={values[name]} is a number of bytes (vLLM's swap_space is in GiB): write '{values[name]:g}GiB'")
     if "speculative_config" in values:
         values["speculative_config"] = speculative.parse(values["speculative_config"])
-    elif values.get("tensor_parallel_size", 1) != 1:
+    elif any(values.get(f"{name}_parallel_size", 1) != 1 for name in ("tensor", "pipeline")):
         values["speculative_config"] = None  # does not work with it yet
     if "lora_modules" in values:
         modules = values["lora_modules"] = parse_lora_modules(values["lora_modules"])

@@ -87,7 +87,7 @@ class InternalError(TinyvllmError):
 
 
 class RankError(TinyvllmError):
-    """A process of tensor parallelism that ended, hangs or could not start: the engine ends, and its requests with it."""
+    """A process that shares a model with others ended, hangs or could not start: the engine ends, and its requests with it."""
 
 
 class OutputError(TinyvllmError):

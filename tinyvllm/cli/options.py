@@ -23,7 +23,7 @@ from tinyvllm.request import STRUCTURES, LoRARequest, SamplingParams, Structured
 MAX_TOKENS = {"generate": 256, "chat": 1024}  # defaults; less where the context ends earlier
 
 Option = tuple[str, dict[str, Any]]
-SHORT = {"--tensor-parallel-size": "-tp"}  # vLLM's
+SHORT = {"--tensor-parallel-size": "-tp", "--pipeline-parallel-size": "-pp"}  # vLLM's
 
 
 class AppendModel(argparse.Action):
@@ -42,7 +42,15 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     ("--device", {"metavar": "D", "help": "auto, CPU, METAL, CUDA, CUDA:1, ..."}),
     (
         "--tensor-parallel-size",
-        {"type": int, "metavar": "N", "help": "processes that share the model, each with a part of every matrix: 1, 2, 4 or 8, on the CPU"},
+        {
+            "type": int,
+            "metavar": "N",
+            "help": "processes that share a layer, each with a part of every matrix: 1, 2, 4 or 8, on the CPU",
+        },
+    ),
+    (
+        "--pipeline-parallel-size",
+        {"type": int, "metavar": "N", "help": "runs of layers that the model is divided into, a process each, on the CPU"},
     ),
     ("--dtype", {"metavar": "T", "help": f"data type of the computation: {', '.join(DTYPES)}"}),
     ("--max-model-len", {"type": int, "metavar": "N", "help": "maximum prompt plus answer, in tokens"}),

@@ -50,11 +50,19 @@ def _memory(sizes: Sizes) -> list[str]:
         *([("drafter", size_of(m.drafter))] if m.drafter else []),
         ("available", f"{size_of(m.available)} ({m.limit})"),
     ]
-    start = sizes.start
+    start, lines = sizes.start, [*table(("memory", ""), rows), *_ranks(sizes)]
     if start is None:
-        return [*table(("memory", ""), rows), f"an engine would not start: {sizes.refusal}"]
+        return [*lines, f"an engine would not start: {sizes.refusal}"]
     cache = f"{start.num_blocks} KV blocks, {size_of(start.kv_bytes)}; the longest sequence has {start.max_model_len} tokens"
-    return [*table(("memory", ""), rows), f"an engine with these options takes {cache}"]
+    return [*lines, f"an engine with these options takes {cache}"]
+
+
+def _ranks(sizes: Sizes) -> list[str]:
+    """What each of several ranks takes of the weights and the KV cache."""
+    rows = [
+        (one.rank, f"{one.layers[0]} to {one.layers[1] - 1}", size_of(one.weights), f"{one.kv_token} bytes a token") for one in sizes.ranks
+    ]
+    return ["", *table(("rank", "layers", "weights", "KV cache"), rows), ""] if rows else []
 
 
 def _candidates(sizes: Sizes) -> list[str]:

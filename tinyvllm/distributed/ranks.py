@@ -22,15 +22,28 @@ BEAT_SECONDS = 0.5  # from one heartbeat of a rank to the next
 
 
 class Ranks:
-    """Ranks 1 to world_size - 1. A message is a line of JSON. A rank sends a byte when it is ready, then one every BEAT_SECONDS."""
+    """All ranks but rank 0. A rank sends rank 0 a byte when it is ready, then one every BEAT_SECONDS.
+
+    A message is a line of JSON. It goes to the ranks of the first stage; each rank passes it on to its neighbour in the next stage once it
+    has done what it says, and from the last but one it comes back to rank 0.
+    """
 
     def __init__(self, memory: SharedMemory, start: dict[str, Any], threads: int):
         self._memory, self._closing, self._since = memory, False, 0.0
         self.failure: str | None = None
+        self._noticed = threading.Event()  # that there is a failure
         self._processes: list[subprocess.Popen[bytes]] = []
         self._sockets: list[socket.socket] = []
-        for rank in range(1, memory.layout.world_size):
-            self._start(rank, start, threads)
+        layout = memory.layout
+        links = [socket.socketpair() for _ in range(layout.ranks - layout.world_size)]  # (of rank r + world_size, of rank r)
+        for rank in range(1, layout.ranks):
+            sends = links[rank - layout.world_size][0] if rank >= layout.world_size else None
+            receives = links[rank][1] if rank < len(links) else None
+            self._start(rank, start, threads, sends, receives)
+        self._messages = links[0][1].makefile("rb") if links else None
+        for link in links:
+            link[0].close()  # or the end of a rank would not be seen by its neighbour
+            link[1].close()
         self._watcher = threading.Thread(target=self._watch, name="tinyvllm-ranks", daemon=True)
         self._wait_until_ready()
         memory.close_file()
@@ -41,17 +54,17 @@ class Ranks:
         """The processes of ranks 1 and up."""
         return [process.pid for process in self._processes]
 
-    def _start(self, rank: int, start: dict[str, Any], threads: int) -> None:
+    def _start(self, rank: int, start: dict[str, Any], threads: int, sends: socket.socket | None, receives: socket.socket | None) -> None:
+        """Start the process of a rank, with its ends of the links to the next stage and from the one before."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "tinyvllm.runner.rank", str(theirs.fileno()), str(self._memory.fd)]
-        environment = os.environ | {"TINYVLLM_THREADS": str(threads)}
-        process = subprocess.Popen(
-            command, pass_fds=(theirs.fileno(), self._memory.fd), env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        links = {name: link.fileno() for name, link in (("sends", sends), ("receives", receives)) if link is not None}
+        files, environment = (theirs.fileno(), self._memory.fd, *links.values()), os.environ | {"TINYVLLM_THREADS": str(threads)}
+        process = subprocess.Popen(command, pass_fds=files, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         theirs.close()
         self._processes.append(process)
         self._sockets.append(ours)
-        ours.sendall(json.dumps(start | {"rank": rank}).encode() + b"\n")
+        ours.sendall(json.dumps(start | {"rank": rank, "links": links}).encode() + b"\n")
 
     def _wait_until_ready(self) -> None:
         end = time.monotonic() + START_SECONDS
@@ -67,26 +80,40 @@ class Ranks:
             link.settimeout(None)
 
     def send(self, **message: Any) -> None:
-        """To all ranks. RankError if one has ended."""
+        """To the ranks of the first stage. RankError if one has ended."""
         self.check()
-        line = json.dumps(message).encode() + b"\n"
-        for rank, link in enumerate(self._sockets, start=1):
+        line, layout = json.dumps(message).encode() + b"\n", self._memory.layout
+        for rank in range(max(1, layout.ranks - layout.world_size), layout.ranks):
             try:
-                link.sendall(line)
+                self._sockets[rank - 1].sendall(line)
             except OSError as error:
                 self._fail(self._ended(rank))
                 raise RankError(self._text()) from error
+
+    def receive(self) -> dict[str, Any]:
+        """The next message that has passed all stages before rank 0's. RankError if a rank has ended or hangs."""
+        assert self._messages is not None
+        try:
+            line = self._messages.readline()
+        except OSError:
+            line = b""
+        if not line:  # the neighbour has ended; which rank was first, and why, is noticed by its heartbeats
+            self._noticed.wait(SILENT_SECONDS)
+            self.check()
+            raise RankError("engine: a rank has closed its link, so no step can run; the engine has ended: start it again")
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def check(self) -> None:
         if self.failure is not None:
             raise RankError(self._text())
 
     def step_started(self) -> None:
-        self._since = time.monotonic()
+        self._since = self._since or time.monotonic()
 
-    def step_ended(self) -> None:
-        """RankError if the step was given up: its results are undefined."""
-        self._since = 0.0
+    def step_ended(self, in_flight: int = 0) -> None:
+        """`in_flight` others run. RankError if the step was given up: its results are undefined."""
+        self._since = time.monotonic() if in_flight else 0.0
         self.check()
 
     def abandon(self) -> None:
@@ -99,6 +126,7 @@ class Ranks:
     def _fail(self, reason: str) -> None:
         if self.failure is None and not self._closing:
             self.failure = reason
+        self._noticed.set()
         self._memory.give_up()
         for process in self._processes:
             process.kill()
@@ -150,3 +178,5 @@ class Ranks:
         for process, link in zip(self._processes, self._sockets, strict=True):
             process.wait()
             link.close()
+        if self._messages is not None:
+            self._messages.close()

@@ -91,7 +91,7 @@ class Engine:
         from tinyvllm.sampling.sampler import Sampler  # tinygrad comes with it
 
         config, runner = self.config, self.runner
-        block_bytes = runner.pool.block_bytes
+        block_bytes = runner.block_bytes
         costs = Costs(runner.bytes_per_token, block_bytes // config.block_size, lambda: memory_bandwidth(config.device))
         self.stats = EngineStats(self.metrics, costs, scheduler, lambda: runner.capture_work().count, runner.architecture)
         if self.energy is not None:

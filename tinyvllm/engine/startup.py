@@ -41,7 +41,7 @@ def load_runner(config: EngineConfig, progress: Progress | None, opened: OpenedM
     from tinyvllm.runner.runner import Runner
 
     free = free_memory(config.device)  # before the weights take some
-    share_cores(config.tensor_parallel_size)
+    share_cores(config.num_ranks)
     try:
         with DEVICE_LOCK:
             opened = opened or open_model(config, config.device)

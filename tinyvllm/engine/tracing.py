@@ -37,7 +37,7 @@ def start_trace(
 
 def _roof(engine: Engine, measure: bool) -> KernelRoof:
     """What the engine's device does at most. Ranks share a machine: its rate of products is none of them's."""
-    device, alone = engine.config.device, engine.config.tensor_parallel_size == 1
+    device, alone = engine.config.device, engine.config.num_ranks == 1
     return KernelRoof(memory_bandwidth(device), multiply_rate(device, engine.runner.weight_formats, measure) if alone else 0.0)
 
 

@@ -81,19 +81,24 @@ class GPT2:
         return self.logits(self.states(batch, caches)[-1], batch)
 
     def logits(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """What `forward_batch` returns, from the output x [T, E] of the last layer."""
-        return norm_head(x, self.final_norm, self.weights.head, batch.samples, batch.sample_count)
+        """What `forward_batch` returns, from the output x [T, E] of the last layer; x itself in a stage of a pipeline without a head."""
+        head = self.weights.head
+        return (x, None) if head is None else norm_head(x, self.final_norm, head, batch.samples, batch.sample_count)
 
     def states(self, batch: Batch, caches: list[LayerCache]) -> list[Tensor]:
-        """The residual stream, float32 [T, E]: the embedding, then the output of each layer, before `final_norm`."""
-        positions = self.position_embd.weight[batch.positions].float()
-        x = (embed(self.weights.table, batch.tokens, batch.rows) + positions).contiguous()
+        """The residual stream, float32 [T, E]: the embedding or what has arrived, then the output of each layer, before `final_norm`."""
+        x = batch.arrived if batch.arrived is not None else self._embedded(batch)
         attention = PagedAttention(batch, caches[0].S)
         states = [x]
         for block, cache in zip(self.blk, caches, strict=True):
             x = block.forward_batch(x, batch, attention, cache)
             states.append(x)
         return states
+
+    def _embedded(self, batch: Batch) -> Tensor:
+        assert self.weights.table is not None
+        positions = self.position_embd.weight[batch.positions].float()
+        return (embed(self.weights.table, batch.tokens, batch.rows) + positions).contiguous()
 
     @property
     def final_norm(self) -> Norm:

@@ -175,13 +175,15 @@ class Llama(Transformer):
         return self.logits(self.states(batch, caches, rope)[-1], batch)
 
     def logits(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """What `forward_batch` returns, from the output x [T, E] of the last layer."""
+        """What `forward_batch` returns, from the output x [T, E] of the last layer; x itself in a stage of a pipeline without a head."""
         c, head = self.config, self.weights.head
+        if head is None:
+            return x, None
         return norm_head(x, self.final_norm, head, batch.samples, batch.sample_count, c.logits_divisor, c.logits_cap)
 
     def states(self, batch: Batch, caches: list[LayerCache], rope: Tensor) -> list[Tensor]:
-        """The residual stream, float32 [T, E]: the embedding, then the output of each layer, before `final_norm`."""
-        x = embed(self.weights.table, batch.tokens, batch.rows, self.config.embedding_scale)
+        """The residual stream, float32 [T, E]: the embedding or what has arrived, then the output of each layer, before `final_norm`."""
+        x = batch.arrived if batch.arrived is not None else self._embedded(batch)
         states = [x]
         rotations = self._rotations(rope[batch.positions])
         attention = PagedAttention(batch, caches[0].S)
@@ -189,6 +191,10 @@ class Llama(Transformer):
             x = block.forward_batch(x, batch, attention, cache, rotations)
             states.append(x)
         return states
+
+    def _embedded(self, batch: Batch) -> Tensor:
+        assert self.weights.table is not None
+        return embed(self.weights.table, batch.tokens, batch.rows, self.config.embedding_scale)
 
     def _rotations(self, rows: Tensor) -> Rotations:
         """From the rows of `constants` of a step's positions."""

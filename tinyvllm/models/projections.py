@@ -58,7 +58,7 @@ class LatentWeights(LayerWeights):
 
 @dataclass(frozen=True, eq=False)
 class ModelWeights:
-    """The two ends of a model. With tied embeddings both read the same matrix."""
+    """The two ends of a model, each None in a stage of a pipeline that lacks it. With tied embeddings both read the same matrix."""
 
-    table: Table
-    head: Weight
+    table: Table | None
+    head: Weight | None

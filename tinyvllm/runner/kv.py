@@ -55,11 +55,11 @@ class BlockShape:
 class KVPool:
     """`num_blocks` usable blocks and the scratch block after them; all zero at first, so that masked values are finite."""
 
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, block: BlockShape, device: str):
+    def __init__(self, layers: int, num_blocks: int, block_size: int, block: BlockShape, device: str):
         self.num_blocks, self.block_size, self.block, self.device = num_blocks, block_size, block, device
         self._memory: list[np.ndarray] = []  # [P, bytes] a layer, if it is in host memory
         self._copying: dict[int, tuple[Tensor, Tensor, Captured]] = {}  # pairs, their count and the copy, by the maximum of pairs
-        pools = [self._zeros((num_blocks + 1, *block.shape), block.dtype, device) for _ in range(config.num_blocks)]
+        pools = [self._zeros((num_blocks + 1, *block.shape), block.dtype, device) for _ in range(layers)]
         self.layers = [LayerCache(pool, alias(pool), block.packed, block.latent) for pool in pools]
 
     def _zeros(self, shape: tuple[int, ...], dtype: DType, device: str) -> Tensor:
@@ -143,8 +143,8 @@ class KVPool:
 class KVOutline(KVPool):
     """A pool that takes no memory: its layers are empty tensors, for steps that are called where nothing is launched."""
 
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, block: BlockShape, device: str):
+    def __init__(self, layers: int, num_blocks: int, block_size: int, block: BlockShape, device: str):
         self.num_blocks, self.block_size, self.block, self.device = num_blocks, block_size, block, device
         shape = num_blocks + 1, *block.shape
-        pools = [[Tensor.empty(*shape, dtype=block.dtype, device=device) for _ in range(2)] for _ in range(config.num_blocks)]
+        pools = [[Tensor.empty(*shape, dtype=block.dtype, device=device) for _ in range(2)] for _ in range(layers)]
         self.layers = [LayerCache(keys, values, block.packed, block.latent) for keys, values in pools]

@@ -13,9 +13,10 @@ from tinyvllm.config import EngineConfig, cache_folder, environment, expand_home
 from tinyvllm.distributed.memory import SharedMemory
 from tinyvllm.models.config import ModelConfig, WeightRecipe
 from tinyvllm.models.families import check_layers, find_family, read_config, recipes_of, refuse_unused
-from tinyvllm.placement import Placement, RankGroup
+from tinyvllm.placement import Placement
 from tinyvllm.runner.kv import BlockShape
 from tinyvllm.runner.outlined import WeightOutline
+from tinyvllm.runner.pipeline import PipelineStage, RankStart, divide_layers
 from tinyvllm.runner.source import CheckpointSource, matrix_format, require_quantization, weight_dtype
 from tinyvllm.runner.split import Split, rank_group, shared_layout
 from tinyvllm.runner.weight_plan import WeightPlan
@@ -40,34 +41,46 @@ class OpenedModel:
     block: BlockShape
     block_size: int
     split: Split | None = None
+    stage: PipelineStage | None = None
     memory: SharedMemory | None = None  # of rank 0, which starts the others
+    whole: WeightOutline | None = None  # the weights of all ranks, where there are several
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, or the only one."""
+        return self.memory is not None or (self.split is None and self.stage is None)
+
+    @property
+    def takes_stream(self) -> bool:
+        """Whether the residual stream comes from another stage, and not from the embedding."""
+        return self.stage is not None and not self.stage.is_first
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a cache block in all layers."""
-        return self.config.num_blocks * self.block.nbytes
+        """Bytes of a cache block in all layers, and in all ranks."""
+        return self.config.num_blocks * self.block.nbytes * (self.split.group.world_size if self.split else 1)
 
     @property
     def weight_bytes(self) -> int:
-        """How much the weights take."""
-        return self.outline().bytes
+        """How much the weights take, in all ranks together."""
+        return (self.whole or self.outline()).bytes
 
     def outline(self, quantization: str | None = None) -> WeightOutline:
-        """The weights without loading: the model gets empty tensors. `quantization` is another than the configuration's."""
+        """This rank's weights without loading: the model gets empty tensors. `quantization` is another than the configuration's."""
         plan = self.plan if quantization is None else replace(self.plan, format=quantization.upper(), imatrix=None)
-        outline = WeightOutline(self.stored, plan)
+        outline = WeightOutline(self.stored, plan, self.split, self.stage)
         outline.load(self.model, self.recipes)
         return outline
 
     def loader(self, progress: Callable[[int, int, str], None] | None = None) -> WeightLoader:
         kept = cache_folder() if environment(os.environ).get("TINYVLLM_KEEP_PANELS", True) else None
-        return WeightLoader(self.stored, self.plan, progress, kept, self.split)
+        return WeightLoader(self.stored, self.plan, progress, kept, self.split, self.stage)
 
 
-def open_model(config: EngineConfig, device: str, group: RankGroup | None = None) -> OpenedModel:
+def open_model(config: EngineConfig, device: str, start: RankStart | None = None) -> OpenedModel:
     """Read and check the description of a configuration's model. ModelError and FormatError say what does not fit.
 
-    `group` is that of a rank above 0; rank 0 makes its own.
+    `start` is that of a rank above 0; rank 0 makes its own.
     """
     path, dummy = resolve_model(config.model, config.revision), config.load_format == "dummy"
     checkpoint = open_description(path) if dummy and path.is_dir() else open_checkpoint(path)
@@ -84,10 +97,38 @@ def open_model(config: EngineConfig, device: str, group: RankGroup | None = None
         refuse_unused(model_config, recipes, without_zero_biases(stored.tensors))
     imatrix = None if config.imatrix is None else read_imatrix(expand_home("imatrix", config.imatrix))
     plan = WeightPlan(Placement(device), dtype, matrix_format(config), imatrix)
-    memory = None
-    if config.tensor_parallel_size > 1 and group is None:
-        memory = SharedMemory(shared_layout(config, model_config))
-        group = rank_group(memory, 0)
-    split = None if group is None else Split(model_config, group)
-    block = BlockShape.of(split.local if split else model_config, config.block_size, config.kv_cache_dtype, dtype)
-    return OpenedModel(checkpoint, stored, model_config, dtype, model, recipes, plan, block, config.block_size, split, memory)
+    block = BlockShape.of(model_config, config.block_size, config.kv_cache_dtype, dtype)
+    opened = OpenedModel(checkpoint, stored, model_config, dtype, model, recipes, plan, block, config.block_size)
+    return opened if config.num_ranks == 1 else _part_of_rank(config, opened, start)
+
+
+def _part_of_rank(config: EngineConfig, opened: OpenedModel, start: RankStart | None) -> OpenedModel:
+    """What a rank has of a model that was opened whole."""
+    c, model, split, stage, whole = opened.config, opened.model, None, None, None
+    memory, rank, ends = (start.memory, start.rank, start.stage_ends) if start else (SharedMemory(shared_layout(config, c)), 0, [])
+    if config.tensor_parallel_size > 1:
+        split = Split(c, rank_group(memory, rank))
+    if start is None:
+        whole = opened.outline()
+        ends = _stage_ends(config, opened, whole)
+    if config.pipeline_parallel_size > 1:
+        stage = PipelineStage(memory.layout.stage(rank), ends, c.tied)
+        model.blk = [model.blk[layer] for layer in stage.layers]
+    block = BlockShape.of(split.local if split else c, config.block_size, config.kv_cache_dtype, opened.dtype)
+    return replace(opened, block=block, split=split, stage=stage, memory=None if start else memory, whole=whole)
+
+
+def _stage_ends(config: EngineConfig, opened: OpenedModel, whole: WeightOutline) -> list[int]:
+    """The layers of each stage, by bytes of weights, and of keys and values: without a size, those of the longest sequences, but at most as
+    much as the weights.
+    """
+    c = opened.config
+    if config.num_blocks is not None:
+        cache = config.num_blocks * opened.block_bytes
+    elif config.kv_memory is not None:
+        cache = config.kv_memory
+    else:
+        tokens = config.max_num_seqs * (config.max_model_len or c.max_context)
+        cache = min(tokens // config.block_size * opened.block_bytes, whole.bytes)
+    sizes = [(held.name, held.nbytes) for held in whole.held]
+    return divide_layers(sizes, c.num_blocks, cache // c.num_blocks, config.pipeline_parallel_size, c.tied)

@@ -16,6 +16,8 @@ from tinyvllm.models.config import WeightRecipe
 from tinyvllm.models.projections import Product
 from tinyvllm.quant.formats import Layout, packed_in
 from tinyvllm.quant.layouts import MixedWeight, PackedWeight, RowWeight, StoredWeight, TileWeight, panel_bytes, row_bytes
+from tinyvllm.runner.pipeline import PipelineStage
+from tinyvllm.runner.split import Split
 from tinyvllm.runner.weight_plan import WeightPlan
 from tinyvllm.runner.weights import WeightLoader
 from tinyvllm.weights.checkpoint import Checkpoint
@@ -41,8 +43,8 @@ class WeightOutline(WeightLoader):
     After `load`, `held` has every tensor; `bytes`, `streamed` and `formats` are the loader's, as are the errors of headers.
     """
 
-    def __init__(self, checkpoint: Checkpoint | None, plan: WeightPlan):
-        super().__init__(checkpoint, plan)
+    def __init__(self, checkpoint: Checkpoint | None, plan: WeightPlan, split: Split | None = None, stage: PipelineStage | None = None):
+        super().__init__(checkpoint, plan, split=split, stage=stage)
         self.held: list[Held] = []
 
     def _check_imatrix(self, recipes: list[WeightRecipe]) -> None:
@@ -67,13 +69,14 @@ class WeightOutline(WeightLoader):
         parts = [(recipe, self._format(recipe)) for recipe in recipes]
         if self._plan.layout is Layout.ROWS:
             return StoredWeight(tuple(self._row_weight(recipe, format) for recipe, format in parts))
-        kind, weights = TileWeight if self._plan.layout is Layout.TILES else PackedWeight, []
+        tiles, weights = self._plan.layout is Layout.TILES, list[TileWeight | PackedWeight]()
         for format, run in itertools.groupby(parts, key=lambda part: part[1]):
             together = [recipe for recipe, _ in run]
-            O, I = sum(recipe.shape[0] for recipe in together), together[0].shape[1]
-            weights.append(kind(self._empty(panel_bytes(format, O, I)), format, O, I))
+            O, I = sum(self._num_rows(recipe) for recipe in together), self._columns(together[0], format)
+            held, share = self._empty(panel_bytes(format, O, I)), self._share(together[0], format)
+            weights.append(TileWeight(held, format, O, I) if tiles else PackedWeight(held, format, O, I, share))
             for recipe in together:
-                self._hold(recipe, format, recipe.shape[0] * row_bytes(format, I))
+                self._hold(recipe, format, self._num_rows(recipe) * row_bytes(format, I))
         return weights[0] if len(weights) == 1 else MixedWeight(tuple(weights))
 
     def _row_weight(self, recipe: WeightRecipe, format: str, streamed: bool = True) -> RowWeight:

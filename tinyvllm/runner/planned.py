@@ -59,12 +59,14 @@ def runs_by_reference(kernels: Iterable[KernelChoice]) -> list[str]:
 def planned_kernels(config: EngineConfig, opened: OpenedModel, num_blocks: int, max_model_len: int) -> list[KernelChoice]:
     """The kernel of each op of a prefill, a decode and between steps. `opened.outline()` has given the model its weights."""
     placement, size = opened.plan.placement, config.block_size
-    pool = KVOutline(opened.config, num_blocks, size, opened.block, placement.device)
+    pool = KVOutline(len(opened.model.blk), num_blocks, size, opened.block, placement.device)
     arrays = opened.model.constants(max_model_len, config.max_model_len or opened.config.max_context)
     constants = {name: Tensor.empty(*np.shape(a), dtype=dtypes.float32, device=placement.device) for name, a in arrays.items()}
 
     def inputs(shape: Shape) -> StepInputs:
-        return StepInputs(shape, -(-max_model_len // size), placement.device, cascade=config.enable_cascade)
+        stream = shape.tokens * opened.config.dim
+        arrived = Tensor.empty(stream, dtype=dtypes.float32, device=placement.device) if opened.takes_stream else None
+        return StepInputs(shape, -(-max_model_len // size), placement.device, cascade=config.enable_cascade, arrived=arrived)
 
     def history(shape: Shape) -> History:
         tokens = Tensor.empty(MAX_SCHEDULER_STEPS, shape.sequences, dtype=dtypes.int32, device=placement.device)

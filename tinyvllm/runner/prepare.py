@@ -117,7 +117,8 @@ class StepInputs:
     """The arrays of one shape: host array, device buffer, and the `Batch` of views into it.
 
     M is the width of the block table; padded rows have the slot NO_SLOT; `all_rows` wants the logits of every row. Without
-    `cascade` decodes keep the schedule's order, and `shared_prefix_lens` is 0 everywhere.
+    `cascade` decodes keep the schedule's order, and `shared_prefix_lens` is 0 everywhere. `arrived` [T * E] is the buffer of the residual
+    stream in a stage of a pipeline that is not the first.
     """
 
     tokens: np.ndarray
@@ -134,7 +135,8 @@ class StepInputs:
     block_tables: np.ndarray
     adapters: np.ndarray  # where the shape has them
 
-    def __init__(self, shape: Shape, M: int, device: str, all_rows: bool = False, cascade: bool = True):
+    def __init__(self, shape: Shape, M: int, device: str, all_rows: bool = False, cascade: bool = True, arrived: Tensor | None = None):
+        self.arrived = arrived
         self.shape, self.width, self._all_rows, self._cascade = shape, M, all_rows, cascade
         B = shape.sequences
         self._scheduled: list[int] = []  # ids of the last decodes in the schedule's order
@@ -177,7 +179,9 @@ class StepInputs:
         return self._tensors
 
     def batch(self, num_blocks: int | UOp) -> Batch:
-        return Batch(**self._tensors, num_blocks=num_blocks, num_decodes=self.shape.decodes, max_query=self.shape.max_query)
+        arrived = None if self.arrived is None else self.arrived.reshape(self.shape.tokens, -1)
+        shape = self.shape
+        return Batch(**self._tensors, arrived=arrived, num_blocks=num_blocks, num_decodes=shape.decodes, max_query=shape.max_query)
 
     def fill(self, singles: list[Scheduled], chunks: list[Scheduled], block_size: int) -> int:
         """Lay the entries out and copy them to the device; returns the blocks of the longest context.

@@ -1,4 +1,4 @@
-"""The process of a rank above 0: loads its part of the model, then runs the steps that rank 0 announces.
+"""The process of a rank above 0: loads its part of the model, then runs the steps that rank 0 announces and passes them on.
 
 python -m tinyvllm.runner.rank SOCKET MEMORY    two open file descriptors, inherited from rank 0
 """
@@ -16,8 +16,6 @@ import threading
 import time
 from typing import IO, Any
 
-import numpy as np
-
 from tinyvllm.config import EngineConfig, cache_folder
 from tinyvllm.distributed.memory import Layout, SharedMemory
 from tinyvllm.distributed.ranks import BEAT_SECONDS
@@ -29,26 +27,28 @@ PR_SET_PDEATHSIG = 1
 def main(socket_fd: int, memory_fd: int) -> None:
     end_with_parent()
     link = socket.socket(fileno=socket_fd)
-    messages = link.makefile("rb")
-    start = json.loads(messages.readline())
+    start = json.loads(link.makefile("rb").readline())
     memory = SharedMemory(Layout(**start["layout"]), memory_fd)
     memory.close_file()
     config = EngineConfig(**start["config"])
     start_device(config.device, cache_folder())
     from tinyvllm.runner.opened import open_model
+    from tinyvllm.runner.pipeline import RankStart
     from tinyvllm.runner.runner import Runner
-    from tinyvllm.runner.split import rank_group
 
-    group = rank_group(memory, start["rank"])
-    runner = Runner(config, config.device, opened=open_model(config, config.device, group))
+    opened = open_model(config, config.device, RankStart(memory, start["rank"], start["stage_ends"]))
+    runner, links = Runner(config, config.device, opened=opened), {name: socket.socket(fileno=fd) for name, fd in start["links"].items()}
     link.sendall(b"+")
     threading.Thread(target=send_heartbeats, args=(link,), name="tinyvllm-heartbeat", daemon=True).start()
-    run(runner, memory, messages)
+    run(runner, memory, start["rank"], links.get("receives", link).makefile("rb"), links.get("sends"))
+    if "receives" in links:
+        link.recv(1)  # rank 0 ends this process, and must not take it for the one that was the first to end
 
 
-def run(runner: Any, memory: SharedMemory, messages: IO[bytes]) -> None:
-    """Run what rank 0 announces until its end of the socket is closed."""
+def run(runner: Any, memory: SharedMemory, rank: int, messages: IO[bytes], sends: socket.socket | None) -> None:
+    """Run what is announced until that link is closed; pass it on to the next stage."""
     from tinyvllm.runner.prepare import Shape
+    from tinyvllm.runner.ranked import pass_stream, take_inputs
 
     for line in messages:
         message = json.loads(line)
@@ -56,8 +56,12 @@ def run(runner: Any, memory: SharedMemory, messages: IO[bytes]) -> None:
             runner.pool.copy([tuple(pair) for pair in message["pairs"]])
         else:
             plan = runner.plan_of(Shape(*message["shape"]), message["all_rows"])
-            plan.inputs.load(np.array(memory.inputs[: message["count"]]))
-            plan.forward(**message["values"])
+            take_inputs(plan.inputs, memory, rank, message)
+            stream, *_ = plan.forward(**message["values"])
+            if sends is not None:
+                pass_stream(stream, memory, rank, message)
+        if sends is not None:
+            sends.sendall(line)
 
 
 def send_heartbeats(link: socket.socket) -> None:

@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable, Hashable, Iterator
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from tinygrad import Tensor, UOp
+from tinygrad import Tensor, UOp, dtypes
 
 from tinyvllm.backends import autotune
 from tinyvllm.backends.cpu.threads import thread_pool, threads_in_words
@@ -38,6 +39,7 @@ from tinyvllm.bridge import (
     read_async,
     recover_device,
     repeat,
+    spans,
     upload,
 )
 from tinyvllm.config import MAX_SCHEDULER_STEPS, EngineConfig
@@ -52,11 +54,12 @@ from tinyvllm.runner.adapters import AdapterPool
 from tinyvllm.runner.ahead import StepOutlines
 from tinyvllm.runner.kept import keep_needs, kept_needs, kept_steps
 from tinyvllm.runner.kv import KVPool
-from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory, check_weights
+from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory, check_weights, free_memory
 from tinyvllm.runner.opened import OpenedModel, open_model
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
 from tinyvllm.runner.ranked import RankedSteps
 from tinyvllm.runner.sizes import freed_window, pool_size
+from tinyvllm.runner.split import max_rows
 from tinyvllm.runner.step import Logits, PreparedStep, StepPlan
 from tinyvllm.runner.weight_plan import WeightPlan
 from tinyvllm.scheduler import Schedule, Scheduled
@@ -87,7 +90,7 @@ class Runner:
         self.config: ModelConfig = opened.config
         self.dtype, self.model = opened.dtype, opened.model
         loader = opened.loader(progress)
-        if not loader.maps_all:
+        if opened.leads and not loader.maps_all:
             check_weights(device, opened.weight_bytes)
         packing = self._test_packing(plan, plan.matrix_formats(recipes, opened.stored))
         loader.load(self.model, recipes)
@@ -95,10 +98,13 @@ class Runner:
             log.warning(note)
         if self.checkpoint.left_out:
             log.warning(self.checkpoint.left_out)
-        self.weight_bytes, self.bytes_per_token = loader.bytes, loader.streamed
+        all_ranks = opened.whole or loader
+        self.weight_bytes, self.bytes_per_token, self.block_bytes = all_ranks.bytes, all_ranks.streamed, opened.block_bytes
         self.weight_formats, self.weight_layout, self.weight_identity = loader.formats, plan.layout, plan.identity
-        size = pool_size(config, opened, drafter)
-        self.pool, self.max_model_len = KVPool(self.config, size.num_blocks, config.block_size, opened.block, device), size.max_model_len
+        # the other ranks of this machine load their weights after this one
+        free = None if opened.whole is None else free_memory(device) - (opened.whole.bytes - loader.bytes)
+        size, layers = pool_size(config, opened, drafter, free), len(self.model.blk)
+        self.pool, self.max_model_len = KVPool(layers, size.num_blocks, config.block_size, opened.block, device), size.max_model_len
         self.freed_window = freed_window(config, self.config)
         self.adapters = AdapterPool(config, opened, device) if config.enable_lora else None
         self.max_num_seqs = config.max_num_seqs
@@ -114,12 +120,15 @@ class Runner:
         self._embeddings: dict[Shape, tuple[StepInputs, Captured]] = {}
         hosted = config.swap_space // self.pool.block_bytes
         self._hosted = np.zeros((hosted, self.pool.block_bytes), np.uint8)  # its pages come as they are written
+        self._stage, self._divides = opened.stage, opened.split is not None
+        rows = max_rows(config) * self.config.dim if opened.takes_stream else 0
+        self._arrived = Tensor.empty(rows, dtype=dtypes.float32, device=device).contiguous().realize() if rows else None
         self._is_first_start = False
-        self.kept_steps = kept_steps(self.placement, config, self._roots()) if opened.split is None else None
+        self.kept_steps = kept_steps(self.placement, config, self._roots()) if config.num_ranks == 1 else None
         tested = self._test_kernels(config)
         self.self_test = tested if self.placement.is_cpu else packing + tested  # the CPU's grows with the steps
         self.rounds_in_background = True  # rounds that the device runs alone are in the background: the host has something to do meanwhile
-        self.ranks = None if opened.memory is None else RankedSteps(config, self.pool.num_blocks, opened.memory)
+        self.ranks = None if opened.memory is None else RankedSteps(config, opened, opened.memory, self.pool)
 
     def close(self) -> None:
         """End the other ranks."""
@@ -246,13 +255,15 @@ class Runner:
         if schedule.swap_in:
             self.pool.write([block for _, block in schedule.swap_in], self._hosted[[host for host, _ in schedule.swap_in]])
         if schedule.copies:
-            if self.ranks is not None:
-                self.ranks.copy(schedule.copies)
-            self.pool.copy(schedule.copies)
+            (self.pool if self.ranks is None else self.ranks).copy(schedule.copies)
 
     def launch(self, step: PreparedStep) -> Logits:
         """Start a prepared step. Its results are in buffers that the next step of this shape overwrites."""
-        return Logits(*(step.plan.forward(**step.values) if self.ranks is None else self.ranks.run(step)))
+        return Logits(*self._run(step.plan.inputs, step.plan.forward, step.values))
+
+    def _run(self, inputs: StepInputs, forward: Captured, values: dict[str, int]) -> Any:
+        """Run a captured step, in all ranks if there are several."""
+        return forward(**values) if self.ranks is None else self.ranks.run(inputs, forward, values)
 
     def advance(self, step: PreparedStep, sampled: Tensor, draw: CapturedCall | None, rounds: int) -> Iterator[np.ndarray]:
         """Advance a step of decodes by the tokens just `sampled` [B], then `rounds` - 1 times by its own; tokens [n, B] as they come.
@@ -345,11 +356,11 @@ class Runner:
 
     def states(self, entry: Scheduled) -> np.ndarray:
         """Hidden states float32 [T, E] of every token of one chunk, after the final norm."""
-        if self.ranks is not None:
+        if self._divides:
             raise RequestError("embeddings: hidden states are not available with tensor_parallel_size above 1; leave it out")
         shape = shape_of([], [entry])
         if shape not in self._embeddings:
-            inputs = StepInputs(shape, self._table_width, self.device, all_rows=True)
+            inputs = self._inputs(shape, all_rows=True)
 
             def function(num_blocks: int | UOp = 1) -> Tensor:
                 states: Tensor = self.model.states(inputs.batch(num_blocks), self.pool.layers, **self._constants)[-1]
@@ -360,7 +371,7 @@ class Runner:
             self._embeddings[shape] = inputs, Captured(function, {"num_blocks": (1, self._table_width)}, kept)
         inputs, captured = self._embeddings[shape]
         blocks = inputs.fill([], [entry], self.pool.block_size)
-        states: np.ndarray = download(captured(**({"num_blocks": blocks} if self._table_width > 1 else {})))
+        states: np.ndarray = download(self._run(inputs, captured, {"num_blocks": blocks} if self._table_width > 1 else {}))
         return states[: entry.num_tokens]
 
     def capture_work(self) -> CaptureWork:
@@ -378,8 +389,9 @@ class Runner:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """The sliding window of each layer, 0 for full attention."""
-        return tuple(self.config.windows) or (0,) * len(self.pool.layers)
+        """The sliding window of each layer that this process has, 0 for full attention."""
+        windows = tuple(self.config.windows) or (0,) * self.config.num_blocks
+        return windows if self._stage is None else windows[self._stage.layers.start : self._stage.layers.stop]
 
     def choices(self) -> list[Choice]:
         """Every choice of a kernel that was made in this process so far."""
@@ -429,7 +441,8 @@ class Runner:
         return None if self.kept_steps is None else self.kept_steps.step(name, states=self._state_layers, **roots)
 
     def _inputs(self, shape: Shape, all_rows: bool = False) -> StepInputs:
-        return StepInputs(shape, self._table_width, self.device, all_rows, self._cascade)
+        arrived = None if self._arrived is None else spans(self._arrived, [(0, shape.tokens * self.config.dim)])[0]
+        return StepInputs(shape, self._table_width, self.device, all_rows, self._cascade, arrived)
 
     def _history(self, shape: Shape) -> History:
         tokens = np.full((MAX_SCHEDULER_STEPS, shape.sequences), -1, np.int32)

@@ -54,10 +54,9 @@ def pool_size(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory 
         free = (free_memory(device) if free is None else free) - adapters
     longest, blocks = wanted_context(config, opened.config), config.num_blocks
     if blocks is None:
-        blocks = pool_blocks(
-            device, one * config.tensor_parallel_size, size, config.max_num_seqs * longest, config.kv_memory, drafter, free
-        )
-    check_room(device, blocks * one, drafter.total(blocks), free)
+        blocks = pool_blocks(device, one, size, config.max_num_seqs * longest, config.kv_memory, drafter, free)
+    if opened.leads:  # the others have what it has divided
+        check_room(device, blocks * one, drafter.total(blocks), free)
     return PoolSize(blocks, longest if config.max_model_len is not None else _longest(blocks, longest, config, opened))
 
 

@@ -21,14 +21,22 @@ PANEL = 16
 
 def rank_group(memory: SharedMemory, rank: int) -> RankGroup:
     layout = memory.layout
-    return RankGroup(rank, layout.world_size, place_bytes(memory.bytes, "CPU"), layout.place, layout.logits)
+    place = place_bytes(memory.group(layout.stage(rank)), "CPU")
+    return RankGroup(rank % layout.world_size, layout.world_size, place, layout.place, layout.logits)
 
 
 def shared_layout(config: EngineConfig, model: ModelConfig) -> Layout:
     """Room for the largest step; pages take memory once they are written."""
-    rows = 2 * power_bucket(max(config.max_num_batched_tokens, config.max_num_seqs), 16)
+    world, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    rows = max_rows(config)
     width = -(-(config.max_model_len or model.max_context) // config.block_size)
-    return Layout(config.tensor_parallel_size, rows * model.dim, rows * model.vocab_size, rows * (width + 8) + 1024)
+    place, logits = (rows * model.dim, rows * model.vocab_size) if world > 1 else (0, 0)
+    return Layout(world, stages, place, logits, rows * model.dim if stages > 1 else 0, rows * (width + 8) + 1024)
+
+
+def max_rows(config: EngineConfig) -> int:
+    """Rows of the largest step."""
+    return 2 * power_bucket(max(config.max_num_batched_tokens, config.max_num_seqs), 16)
 
 
 @dataclass(frozen=True, eq=False)

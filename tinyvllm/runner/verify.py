@@ -80,7 +80,7 @@ class Comparison:
 
     def __init__(self, runner: Runner, num_blocks: int):
         if runner.ranks is not None:
-            raise ArgumentError("verify: the reference does not divide a model; leave tensor_parallel_size out")
+            raise ArgumentError("verify: the reference does not divide a model; leave tensor_parallel_size and pipeline_parallel_size out")
         self._runner, self._num_blocks = runner, num_blocks
         forget_choices()
         self._passes = {"kernels": _Pass(runner, num_blocks, None), "reference": _Pass(runner, num_blocks, "all=ref")}
@@ -114,7 +114,7 @@ class _Pass:
 
     def __init__(self, runner: Runner, num_blocks: int, switch: str | None):
         self._runner, self._switch = runner, switch
-        self._pool = KVPool(runner.config, num_blocks, runner.pool.block_size, runner.pool.block, runner.device)
+        self._pool = KVPool(runner.config.num_blocks, num_blocks, runner.pool.block_size, runner.pool.block, runner.device)
         self._width = -(-runner.max_model_len // runner.pool.block_size)
         self._plans: dict[tuple[Shape, bool], tuple[StepInputs, Captured, list[Tensor]]] = {}
 

@@ -41,6 +41,7 @@ from tinyvllm.quant.layouts import (
 from tinyvllm.quant.slices import ColumnShare, RowShare
 from tinyvllm.runner.load_notes import LoadNotes
 from tinyvllm.runner.packing import Rows, pack_panels, place_tiles
+from tinyvllm.runner.pipeline import PipelineStage
 from tinyvllm.runner.split import Split
 from tinyvllm.runner.weight_cache import WeightCache
 from tinyvllm.runner.weight_plan import WeightPlan
@@ -73,13 +74,14 @@ class WeightLoader:
         progress: Progress | None = None,
         kept: Path | None = None,
         split: Split | None = None,
+        stage: PipelineStage | None = None,
     ):
-        """`split` is the part of the model that this process has as one of several ranks."""
-        self._checkpoint, self._plan, self._progress, self._split = checkpoint, plan, progress, split
+        """`split` is the part of each layer, `stage` the layers that this process has as one of several ranks."""
+        self._checkpoint, self._plan, self._progress, self._split, self._stage = checkpoint, plan, progress, split, stage
         self._recipes: dict[str, WeightRecipe] = {}
         self._head = ""  # the name of the head's recipe
         keeps = plan.layout is Layout.PANELS  # rows stay those of the file, and a GPU packs tiles faster than a disk reads
-        self._kept = WeightCache(kept, checkpoint, _identity(plan, split)) if keeps and kept and checkpoint else None
+        self._kept = WeightCache(kept, checkpoint, _identity(plan, split, stage)) if keeps and kept and checkpoint else None
         self.bytes = 0  # that the model holds
         self.streamed = 0  # of these, what a decode step of one sequence reads: not an embedding table of its own, nor all experts
         self.formats: set[str] = set()  # of the packed matrices of products
@@ -97,22 +99,30 @@ class WeightLoader:
 
     def load(self, model: Any, recipes: list[WeightRecipe]) -> None:
         """Set `model.weights` and the `weights` of every layer, and place all other tensors under their names."""
-        rest, self._wanted = {recipe.name: recipe for recipe in recipes}, self._plan.wanted(recipes)
+        self._wanted, stage = self._plan.wanted(recipes), self._stage
         self._check_imatrix(recipes)
-        self._recipes, self._head = dict(rest), f"{'token_embd' if model.config.tied else 'output'}.weight"
+        recipes = [recipe for recipe in recipes if stage is None or stage.holds(recipe.name)]
+        rest, end = {recipe.name: recipe for recipe in recipes}, "token_embd" if model.config.tied else "output"
+        self._recipes, self._head = dict(rest), f"{end}.weight"
         self._total = sum(prod(recipe.shape) for recipe in recipes) * self._plan.dtype.itemsize
-        layers = [_groups(block, block.products(), f"blk.{i}.", rest) for i, block in enumerate(model.blk)]
-        head = _groups(model, {"head": ("token_embd" if model.config.tied else "output",)}, "", rest)[0]
+        layers = [_groups(block, block.products(), f"blk.{i}.", rest) for i, block in enumerate(model.blk, self._first_layer)]
+        heads = _groups(model, {"head": (end,)}, "", rest) if stage is None or stage.is_last else []
         self._orders = {group: order for groups in layers for group in groups if (order := self._column_order(group)) is not None}
         self._ordered = {recipe.name for group in self._orders for recipe in group.recipes}
         self._explain_floats(recipes)
-        packed = self._pack_all([group for groups in (*layers, [head]) for group in groups], rest)
-        table = self._table(model, packed.get(head), rest)
+        packed = self._pack_all([group for groups in (*layers, heads) for group in groups], rest)
+        table = self._table(model, packed.get(heads[0]) if heads else None, rest) if stage is None or stage.is_first else None
         self._place_plain(model, list(rest.values()))
         for block, groups in zip(model.blk, layers, strict=True):
             block.weights = block.weights_type(**{group.field: self._product(block, group, packed.get(group)) for group in groups})
-        model.weights = ModelWeights(model.token_embd.weight if table is None else table, self._joined(head, packed.get(head)).weight)
+        if table is None and (stage is None or stage.is_first):
+            table = model.token_embd.weight
+        model.weights = ModelWeights(table, self._joined(heads[0], packed.get(heads[0])).weight if heads else None)
         self._notes.log()
+
+    @property
+    def _first_layer(self) -> int:
+        return 0 if self._stage is None else self._stage.layers.start
 
     def load_products(self, owner: Any, products: dict[str, tuple[str, ...]], recipes: list[WeightRecipe]) -> dict[str, Product]:
         """The products of `owner`, each of the modules that its tuple names; other tensors are placed under their names.
@@ -243,7 +253,7 @@ class WeightLoader:
                     tensors[recipe.name] = tensors[recipe.name][own.start : own.stop].contiguous().realize()
                 self._count(recipe, tensors[recipe.name].nbytes())
                 self._note(recipe, DTYPE_FORMATS[dtype])
-            place(model, tensors)
+            place(model, tensors, self._first_layer)
 
     def _plain_tensors(self, recipes: list[WeightRecipe], dtype: DType) -> dict[str, Tensor]:
         if self._checkpoint is None:
@@ -432,18 +442,19 @@ class WeightLoader:
         return recipe.format or self._wanted.get(recipe.name) or (self._plan.floats if stored in FLOATS else stored)
 
 
-def _identity(plan: WeightPlan, split: Split | None) -> str:
+def _identity(plan: WeightPlan, split: Split | None, stage: PipelineStage | None) -> str:
     """What the packed matrices of this process depend on."""
-    return plan.identity if split is None else f"{plan.identity} rank {split.group.rank} of {split.group.world_size}"
+    identity = plan.identity if split is None else f"{plan.identity} rank {split.group.rank} of {split.group.world_size}"
+    return identity if stage is None else f"{identity} layers {stage.layers.start} to {stage.layers.stop}"
 
 
-def place(model: Any, tensors: dict[str, Tensor]) -> None:
-    """Put tensors where their dotted names say."""
+def place(model: Any, tensors: dict[str, Tensor], first_layer: int = 0) -> None:
+    """Put tensors where their dotted names say; the model has the layers from `first_layer` on."""
     for name, tensor in tensors.items():
         *path, last = name.split(".")
         owner = model
         for part in path:
-            owner = owner[int(part)] if part.isdigit() else getattr(owner, part)
+            owner = owner[int(part) - first_layer] if part.isdigit() else getattr(owner, part)
         setattr(owner, last, tensor)
 
 

@@ -113,7 +113,7 @@ class EagleDrafter(LastStates):
         self._own = own_blocks(self.max_drafts, S)
         self._first_own = runner.pool.num_blocks
         blocks = self._first_own + self._own * decode_bucket(runner.max_num_seqs)
-        self._pool = KVPool(c, blocks, S, entry_shape(c, S, heads.dtype), runner.device)
+        self._pool = KVPool(c.num_blocks, blocks, S, entry_shape(c, S, heads.dtype), runner.device)
         self._cache = self._pool.layers[0]
         self._width = -(-runner.max_model_len // S) + self._own
         table = rope_table(c.rope_dim, c.rope_theta, self._width * S, c.scaling, runner.max_model_len)

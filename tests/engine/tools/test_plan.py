@@ -76,6 +76,22 @@ def test_bytes_are_those_of_the_loaded_engine(tmp_path, model, quantization):
         assert plan.formats.keys() - {"F32"} == runner.weight_formats - {"F32"}
 
 
+def test_the_bytes_of_each_rank_are_those_of_the_loaded_one():
+    """The tied table is in both stages; a rank of two has half of each head and matrix, and the whole table."""
+    plan = planned(DEFAULT_MODEL, num_blocks=24, pipeline_parallel_size=2)
+    last, first = plan.sizes.ranks
+    assert (first.layers, last.layers) == ((0, 3), (3, 6)) and first.kv_token + last.kv_token == plan.sizes.memory.kv_token
+    with LLM(DEFAULT_MODEL, device="CPU", skip_tokenizer_init=True, num_blocks=24, pipeline_parallel_size=2) as llm:
+        runner = llm.engine.runner
+        assert last.weights == held_bytes(runner.model) and last.kv_token * 16 * 24 == runner.pool.block_bytes * runner.pool.num_blocks
+        assert runner.weight_bytes == plan.sizes.memory.weights and plan.sizes.start.num_blocks == runner.pool.num_blocks
+    whole = planned(DEFAULT_MODEL, num_blocks=24).sizes
+    table = first.weights + last.weights - whole.memory.weights
+    tensor = planned(DEFAULT_MODEL, num_blocks=24, tensor_parallel_size=2).sizes
+    assert 0 < table < first.weights and tensor.memory.kv_token == whole.memory.kv_token == 2 * tensor.ranks[1].kv_token
+    assert abs(sum(one.weights for one in tensor.ranks) - 2 * table - whole.memory.weights) < whole.memory.weights / 100
+
+
 def test_kernels_are_those_that_a_loaded_engine_chooses():
     from tinyvllm.backends import registry
     from tinyvllm.engine.tools.one_off import kernel_choices

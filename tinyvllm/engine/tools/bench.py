@@ -124,7 +124,7 @@ def roofs(llm: LLM, tests: list[Workload]) -> dict[Workload, float | None]:
     multiplies a format, no compiler is there, or several ranks share the machine.
     """
     config = llm.engine.config
-    if config.tensor_parallel_size > 1:
+    if config.num_ranks > 1:
         return dict.fromkeys(tests)
     opened = open_model(config, config.device)
     try:

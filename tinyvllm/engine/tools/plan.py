@@ -115,7 +115,9 @@ def _plan(name: str, config: EngineConfig, available: int, limit: str, speed: bo
 
     opened = open_model(config, config.device)
     sizes = make_sizes(config, opened, drafter_memory(config, opened), available, limit)
-    held = opened.outline().held  # last: the kernels are those of the model with these weights
+    held = opened.outline().held  # last: the kernels are those of the model with these weights, in rank 0
+    if opened.whole is not None:
+        held = opened.whole.held
     blocks, longest = (1, sizes.wanted_context) if sizes.start is None else (sizes.start.num_blocks, sizes.start.max_model_len)
     kernels = planned_kernels(config, opened, blocks, longest)
     predicted, reason = _predicted(config, opened, held, kernels, longest) if speed else (None, "it was switched off")
@@ -130,6 +132,8 @@ def _predicted(
     from tinyvllm.runner.planned import runs_by_reference
     from tinyvllm.runner.rehearsed import rehearsed_seconds
 
+    if config.num_ranks > 1:
+        return None, "several ranks share the machine"
     if slow := runs_by_reference(kernels):
         return None, f"the reference runs {', '.join(slow)}, many times slower than kernels"
     context, sequences = min(SPEED_TOKENS, longest), config.max_num_seqs

@@ -47,6 +47,16 @@ class Start:
 
 
 @dataclass(frozen=True)
+class RankSize:
+    """What one of several ranks takes: `layers` from the first up to another, bytes of weights, and of keys and values of a token."""
+
+    rank: int
+    layers: tuple[int, int]
+    weights: int
+    kv_token: int
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A quantization of the weights, None for the formats of the file; whether one sequence of the wanted context fits, and the longest."""
 
@@ -58,7 +68,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What an engine takes, and what fits. `refusal` is why it would not start, or None; `candidates` begin with the most bytes."""
+    """What an engine takes, and what fits. `refusal` is why it would not start, or None; `candidates` begin with the most bytes.
+
+    `memory` and all else count the ranks of an engine together; `ranks` has each, where there are several.
+    """
 
     memory: Memory
     wanted_context: int
@@ -66,6 +79,7 @@ class Sizes:
     refusal: str | None
     fits: list[Fit]
     candidates: list[Candidate]
+    ranks: list[RankSize]
 
     @property
     def engine_bytes(self) -> int:
@@ -103,13 +117,29 @@ def make_sizes(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory
         limit,
         opened.weight_bytes,
         opened.block_bytes // config.block_size,
-        scratch_bytes(config, opened, wanted),
-        run_bytes(device),
+        scratch_bytes(config, opened, wanted) * config.num_ranks,
+        run_bytes(device) * config.num_ranks,
         drafter.total(1),
     )
     start, refusal = _start(config, opened, drafter, taken)
     fits = longest_contexts(taken.available - taken.fixed, config, opened, drafter)
-    return Sizes(taken, wanted, start, refusal, fits, _candidates(config, opened, drafter, taken, wanted))
+    return Sizes(taken, wanted, start, refusal, fits, _candidates(config, opened, drafter, taken, wanted), _rank_sizes(config, opened))
+
+
+def _rank_sizes(config: EngineConfig, opened: OpenedModel) -> list[RankSize]:
+    """What each of several ranks takes; none for one process."""
+    from tinyvllm.runner.opened import open_model
+    from tinyvllm.runner.pipeline import RankStart
+
+    found = []
+    for rank in range(config.num_ranks if opened.memory else 0):
+        assert opened.memory is not None
+        start = RankStart(opened.memory, rank, opened.stage.ends if opened.stage else [])
+        part = open_model(config, config.device, start)
+        layers = part.stage.layers if part.stage else range(part.config.num_blocks)
+        kv_token = len(layers) * part.block.nbytes // config.block_size
+        found.append(RankSize(rank, (layers.start, layers.stop), part.outline().bytes, kv_token))
+    return found
 
 
 def _start(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory, taken: Memory) -> tuple[Start | None, str | None]:
@@ -140,7 +170,8 @@ def _weights_by_quantization(config: EngineConfig) -> Iterator[tuple[str | None,
     from tinyvllm.runner.opened import open_model
     from tinyvllm.runner.planned import is_packed
 
-    plain = open_model(replace(config, quantization=None, imatrix=None), config.device)
+    whole = replace(config, quantization=None, imatrix=None, tensor_parallel_size=1, pipeline_parallel_size=1)
+    plain = open_model(whole, config.device)
     yield None, plain.outline().bytes
     for quantization in () if is_packed(plain) else QUANTIZATIONS:
         with contextlib.suppress(ModelError):  # no kernels for the format, or a matrix that it cannot hold

@@ -1,0 +1,87 @@
+"""Stages of a pipeline: which layers each has, so that all of them take about the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from tinyvllm.distributed.memory import SharedMemory
+from tinyvllm.errors import ModelError
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """What a rank above 0 gets to begin with. Stage s has the layers from stage_ends[s - 1], or 0, up to stage_ends[s]."""
+
+    memory: SharedMemory
+    rank: int
+    stage_ends: list[int]
+
+
+@dataclass(frozen=True)
+class PipelineStage:
+    """Neighbouring layers of a model, the first with the embedding table, the last with the final norm and the head."""
+
+    number: int
+    ends: list[int]  # of the layers of each stage
+    tied: bool  # whether the head is the embedding table
+
+    @property
+    def layers(self) -> range:
+        return range(0 if self.is_first else self.ends[self.number - 1], self.ends[self.number])
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == len(self.ends) - 1
+
+    def holds(self, name: str) -> bool:
+        """Whether the stage has the model's tensor of this name."""
+        part, layer, *_ = name.split(".")
+        if part == "blk":
+            return int(layer) in self.layers
+        return (self.is_first and _in_first(part)) or (self.is_last and _in_last(part, self.tied))
+
+
+def _in_first(part: str) -> bool:
+    return part in ("token_embd", "position_embd")
+
+
+def _in_last(part: str, tied: bool) -> bool:
+    return not _in_first(part) or (tied and part == "token_embd")
+
+
+def divide_layers(sizes: Iterable[tuple[str, int]], layers: int, kv_bytes: int, stages: int, tied: bool) -> list[int]:
+    """Where the layers of each stage end, so that the largest stage takes as little memory as it can.
+
+    `sizes` are the bytes of the model's tensors by name, `kv_bytes` those of a layer's keys and values. ModelError for fewer layers than
+    stages.
+    """
+    if layers < stages:
+        raise ModelError(f"pipeline_parallel_size={stages}: the model has {layers} layers, and a stage needs one; use fewer stages")
+    by_layer = [kv_bytes] * layers
+    for name, nbytes in sizes:
+        part, layer, *_ = name.split(".")
+        if part == "blk":
+            by_layer[int(layer)] += nbytes
+        else:
+            by_layer[0] += nbytes * _in_first(part)
+            by_layer[-1] += nbytes * _in_last(part, tied)
+    return divide(by_layer, stages)
+
+
+def divide(sizes: Sequence[int], parts: int) -> list[int]:
+    """Where each of `parts` runs of neighbouring items ends, none of them empty: the largest sum is the least, then that of squares."""
+    sums = [0, *accumulate(sizes)]
+    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}  # by the end of the last run: largest sum, squares, ends
+    for part in range(1, parts + 1):
+        found: dict[int, tuple[int, int, list[int]]] = {}
+        for end in range(part, len(sizes) - (parts - part) + 1):
+            before = ((start, sums[end] - sums[start]) for start in best if start < end)
+            found[end] = min((max(best[start][0], size), best[start][1] + size * size, [*best[start][2], end]) for start, size in before)
+        best = found
+    return best[len(sizes)][2]
