@@ -13,9 +13,13 @@ import pytest
 from tests.engine.test_tensor_parallel import GOLDEN, PARAMS, PROMPTS, alive, open_ranks, run_on, start
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.distributed import ranks
+from tinyvllm.engine.pipeline_loop import PipelineLoop
 from tinyvllm.errors import ModelError, RankError
+from tinyvllm.request import BeamSearchParams, StructuredOutputsParams
 
 LONG = [{"prompt_token_ids": np.random.default_rng(seed).integers(3, 3000, 40).tolist()} for seed in range(4)]
+SEVERAL = SamplingParams(n=3, temperature=0.9, seed=2, max_tokens=12)
+IN_LETTERS = SamplingParams(temperature=0.9, seed=6, max_tokens=14, structured_outputs=StructuredOutputsParams(regex="[a-z ]{12}"))
 TO_THE_END = SamplingParams(temperature=0.8, seed=5, max_tokens=60, ignore_eos=True, logprobs=1)
 
 
@@ -35,6 +39,9 @@ def answers(stages: int, quantization: str | None, tensor: int = 1) -> dict[str,
         (again,) = llm.generate(LONG[3:], TO_THE_END)
         assert again.num_cached_tokens == 32, "two blocks"
         found["cached"] = results([again])
+        found["forks"] = [one.token_ids for output in llm.generate(PROMPTS[:2], SEVERAL) for one in output.outputs]
+        found["beams"] = [one.token_ids for one in llm.beam_search(PROMPTS[0], BeamSearchParams(3, 12))[0].outputs]
+        found["grammar"] = results(llm.generate(PROMPTS, IN_LETTERS))
         if tensor == 1:
             found["embedding"] = llm.embed(PROMPTS[0])
     return found
@@ -53,6 +60,43 @@ def test_stages_have_the_bits_of_one_process(stages: int, quantization: str | No
     expected, got = answers(1, quantization), answers(stages, quantization, tensor)
     for name, value in got.items():
         np.testing.assert_equal(value, expected[name], err_msg=name)
+
+
+def test_two_steps_are_in_flight_over_different_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one in flight, an embedding is computed on the side, a request is aborted, and preparing a draw and drawing fail once each.
+    The other requests have the tokens of a run without.
+    """
+    with LLM(device="CPU", max_model_len=128, max_num_seqs=4, num_blocks=64, pipeline_parallel_size=2) as llm:
+        expected, embedding = llm.generate(LONG, TO_THE_END), llm.embed(PROMPTS[0])
+        engine, loop, groups = llm.engine, llm.engine.loop, set[tuple[int, ...]]()
+        assert isinstance(loop, PipelineLoop)
+        for number, prompt in enumerate(LONG):
+            engine.add(f"{number}", prompt["prompt_token_ids"], TO_THE_END)
+        finished: dict[str, Any] = {}
+        for turn in range(400):
+            finished |= {output.request_id: output for output in engine.step() if output.finished}
+            (step,) = loop._steps or (None,)
+            if 10 < turn < 30 and step is not None:
+                groups.add(tuple(sequence.sequence_id for sequence in step.sequences))
+            if turn == 30:
+                assert step is not None
+                np.testing.assert_array_equal(llm.embed(PROMPTS[0]), embedding)
+                engine.abort(step.sequences[0].request_id)
+            if turn in (35, 80):
+                method = "prepare" if turn == 35 else "draw"
+                whole = getattr(engine.sampler, method)
+
+                def fail_once(*given: Any, method: str = method, whole: Any = whole) -> None:
+                    monkeypatch.setattr(engine.sampler, method, whole)
+                    raise RuntimeError("planted")
+
+                monkeypatch.setattr(engine.sampler, method, fail_once)
+        assert engine.recovery.num_failed == 2
+        assert len(groups) == 2 and all(len(group) == 2 for group in groups) and len({*sum(groups, ())}) == 4
+    aborted = [name for name, output in finished.items() if output.outputs[0].finish_reason == "abort"]
+    assert len(finished) == 4 and len(aborted) == 1
+    for name in finished.keys() - {*aborted}:
+        assert results([finished[name]]) == results([expected[int(name)]])
 
 
 @pytest.mark.long

@@ -121,6 +121,27 @@ def test_what_must_be_looked_at_is_not_followed(reason: str):
 # ---- which sequences run ----
 
 
+def test_decodes_in_groups_for_steps_in_flight():
+    """With a step in flight its sequences are passed over, and none is preempted, also where the cache is too small for all."""
+    scheduler = make(rows=5, budget=40, blocks=11, size=4)
+    sequences = add(scheduler, *[7] * 5)
+    run(scheduler)
+    scheduler.groups = 2
+    first = scheduler.schedule()
+    scheduler.advance(first)
+    scheduler.in_flight = 1
+    second = scheduler.schedule()
+    scheduler.advance(second)
+    assert [len(plan.entries) for plan in (first, second)] == [3, 2]
+    assert {entry.sequence for plan in (first, second) for entry in plan.entries} == {*sequences}
+    scheduler.pool.allocate(1)
+    for sequence in sequences:
+        sequence.output_token_ids.append(1)
+    assert scheduler.schedule().empty, "each needs a block"
+    scheduler.in_flight = 0
+    assert scheduler.schedule().preempted
+
+
 def test_nothing_to_do():
     plan = make().schedule()
     assert plan.empty and plan.num_tokens == 0

@@ -21,7 +21,8 @@ class Layout:
     """Sizes, the same in all ranks. A model is `stages` runs of layers, each of `world_size` ranks that divide its matrices.
 
     Rank 0 is of the last stage; ranks are numbered stage by stage against the order of the layers, so that rank r gets its residual stream
-    from rank r + world_size. Steps in flight have `stages` places in turn for their inputs and each residual stream.
+    from rank r + world_size. Each step in flight has a place for its inputs and its residual streams: as many places as stages, and one
+    more for a step on the side.
 
     `place`     float32 of sums a rank, `logits` float32 of logits: where the ranks of a stage meet
     `stream`    float32 of a residual stream
@@ -44,20 +45,25 @@ class Layout:
         return self.stages - 1 - rank // self.world_size
 
     @property
+    def places(self) -> int:
+        """For steps in flight."""
+        return self.stages + 1 if self.stages > 1 else 1
+
+    @property
     def group_bytes(self) -> int:
         """Where the ranks of one stage meet."""
         return _pages(HEADER + 4 * (2 * self.world_size * self.place + self.logits))
 
     def stream_start(self, rank: int, place: int) -> int:
         """The residual stream that a rank gets."""
-        return self.stages * self.group_bytes + (rank * self.stages + place) * _pages(4 * self.stream)
+        return self.stages * self.group_bytes + (rank * self.places + place) * _pages(4 * self.stream)
 
     def inputs_start(self, place: int) -> int:
         return self.stream_start(self.ranks - self.world_size, 0) + place * _pages(4 * self.inputs)
 
     @property
     def nbytes(self) -> int:
-        return self.inputs_start(self.stages)
+        return self.inputs_start(self.places)
 
 
 class SharedMemory:
@@ -74,14 +80,14 @@ class SharedMemory:
         start = stage * self.layout.group_bytes
         return self.bytes[start : start + self.layout.group_bytes]
 
-    def stream(self, rank: int, step: int, count: int) -> np.ndarray:
-        """float32 [count]: the residual stream that a rank gets in a step of this number."""
-        start = self.layout.stream_start(rank, step % self.layout.stages)
+    def stream(self, rank: int, place: int, count: int) -> np.ndarray:
+        """float32 [count]: the residual stream that a rank gets."""
+        start = self.layout.stream_start(rank, place)
         return self.bytes[start : start + 4 * count].view(np.float32)
 
-    def inputs(self, step: int, count: int) -> np.ndarray:
-        """int32 [count]: the inputs of a step of this number."""
-        start = self.layout.inputs_start(step % self.layout.stages)
+    def inputs(self, place: int, count: int) -> np.ndarray:
+        """int32 [count]: the inputs of a step."""
+        start = self.layout.inputs_start(place)
         return self.bytes[start : start + 4 * count].view(np.int32)
 
     def close_file(self) -> None:

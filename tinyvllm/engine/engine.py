@@ -106,7 +106,7 @@ class Engine:
         self.segments = Segments(scheduler, block_bytes, self.observer)
         self.stages = Stages(runner, self.sampler, self.constraints, self.requests, self.scoring, self.observer)
         run_ahead = runner.overlaps if config.async_scheduling is None else config.async_scheduling
-        self.loop: StepLoop = new_loop(self.stages, config.num_scheduler_steps, run_ahead)
+        self.loop: StepLoop = new_loop(self.stages, config.num_scheduler_steps, run_ahead, config.pipeline_parallel_size)
         self._plain_loop = self.loop
         self.speculation: Speculation | None = None
         self._kept_costs: KeptCosts | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from tinyvllm.engine.pipeline_loop import PipelineLoop
 from tinyvllm.engine.stages import Stages, Step
 from tinyvllm.scheduler import Schedule
 
@@ -178,8 +179,10 @@ class RunAheadLoop:
         return any(s.params.max_tokens is None or len(s.output_token_ids) + 1 < s.params.max_tokens for s in step.sequences)
 
 
-def new_loop(stages: Stages, max_steps: int, run_ahead: bool) -> StepLoop:
-    """The loop for `num_scheduler_steps` and `async_scheduling`."""
+def new_loop(stages: Stages, max_steps: int, run_ahead: bool, pipeline: int = 1) -> StepLoop:
+    """The loop for `num_scheduler_steps`, `async_scheduling`, or `pipeline_parallel_size`, which excludes the others."""
+    if pipeline > 1:
+        return PipelineLoop(stages, pipeline)
     loop: StepLoop = PlainLoop(stages)
     if run_ahead:
         loop = RunAheadLoop(stages, loop)

@@ -20,6 +20,7 @@ from tinyvllm.scheduler import Schedule, Scheduler
 if TYPE_CHECKING:
     from tinygrad import Tensor
 
+    from tinyvllm.runner.ranked import Announced
     from tinyvllm.runner.runner import Logits, PreparedStep, Reading, Runner
     from tinyvllm.sampling.sampler import Rows, Sampler, SamplingFlags
 
@@ -32,6 +33,16 @@ class Step:
     inputs: PreparedStep
     sequences: list[Sequence]
     flags: SamplingFlags
+
+
+@dataclass(frozen=True)
+class AnnouncedStep:
+    """One step on its way through the processes of a pipeline."""
+
+    schedule: Schedule
+    inputs: PreparedStep
+    sequences: list[Sequence]
+    announced: Announced
 
 
 class LaunchEvents(Protocol):
@@ -125,6 +136,38 @@ class Stages:
             self.trace.launch_ended()
         self.scheduler.advance(step.schedule, num_steps)
         return logits
+
+    def announce(self, schedule: Schedule) -> AnnouncedStep:
+        """Let the other processes of a pipeline run a schedule. Its draw is prepared later."""
+        inputs = self.runner.prepare(schedule)
+        self.observer.phase_ended("prepare")
+        self.observer.step_launched(schedule, self.requests.owners, 1)
+        announced = self.runner.announce(inputs)
+        self.scheduler.advance(schedule)
+        return AnnouncedStep(schedule, inputs, [entry.sequence for entry in inputs.logit_rows], announced)
+
+    def prepare_draw(self, announced: AnnouncedStep) -> Step:
+        """The sampler's part of `prepare`, once the tokens of all earlier steps are known. None is drawn for sequences that have ended."""
+        rows = [None if sequence.finished else sequence for sequence in announced.sequences]
+        return Step(announced.schedule, announced.inputs, announced.sequences, self.prepare_rows(announced.inputs, rows))
+
+    def finish(self, step: Step, announced: Announced) -> Logits:
+        """Run this process's part of a step that others have run."""
+        if self.trace is not None:
+            self.trace.launch_started()
+        logits = self.runner.finish(step.inputs, announced)
+        if self.trace is not None:
+            self.trace.launch_ended()
+        return logits
+
+    def draw(self, step: Step, logits: Logits) -> None:
+        """Draw the tokens of a step that has run, and append them, as `prepare_draw` has prepared it."""
+        rows = [None if sequence.finished else sequence for sequence in step.sequences]
+        if not any(rows):
+            self.observer.phase_ended("run")
+            return
+        tokens, failures = self.draw_rows(step.inputs, rows, logits, step.flags)
+        self.append(step, logits, np.array([tokens]), failures)
 
     def launch_whole(self, step: Step) -> Reading:
         """Start forward pass, draw and advance of a step of decodes as one launch; its tokens [B] are read later."""

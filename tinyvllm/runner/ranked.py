@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 from tinygrad import Tensor
@@ -21,6 +22,16 @@ from tinyvllm.runner.prepare import StepInputs
 Forward = Callable[..., Any]
 
 
+@dataclass(frozen=True)
+class Announced:
+    """A step that other stages run."""
+
+    number: int
+    place: int
+    inputs: StepInputs
+    values: dict[str, int]
+
+
 class RankedSteps:
     """Runs steps in all ranks. The others live as long as this object."""
 
@@ -29,7 +40,9 @@ class RankedSteps:
         options = asdict(replace(config, num_blocks=pool.num_blocks, kv_memory=None, kv_events_config=None, record=None))
         start = {"layout": asdict(memory.layout), "config": options, "stage_ends": opened.stage.ends if opened.stage else []}
         self._memory, self._pool, self._staged = memory, pool, opened.stage is not None
-        self._announced, self._next = 0, 0  # numbers of steps
+        self._number, self._in_flight = 0, list[int]()  # numbers of the next step, and of those that are not finished
+        self._places = [*range(memory.layout.places)]  # that are free
+        self._passed: deque[dict[str, Any]] = deque()  # messages that have come before they were wanted
         self._ranks = Ranks(memory, start, thread_pool().num_threads)
         weakref.finalize(self, self._ranks.close)
 
@@ -39,34 +52,44 @@ class RankedSteps:
         return self._ranks.pids
 
     def run(self, inputs: StepInputs, forward: Forward, values: dict[str, int]) -> Any:
-        """Run a step in all ranks; what rank 0's part of it returns. RankError if a rank has ended or hangs."""
-        arrays = inputs.copied_arrays()
-        self._memory.inputs(self._announced, len(arrays))[:] = arrays
+        """Run a step in all ranks, whatever is in flight; what rank 0's part of it returns. RankError if a rank has ended or hangs."""
+        return self.finish(self.announce(inputs, values), forward)
+
+    def announce(self, inputs: StepInputs, values: dict[str, int]) -> Announced:
+        """Let the stages before rank 0's run a step. As many may be announced and not finished as there are stages."""
+        self._ranks.check()  # a step that failed has kept its place
+        arrays, number, place = inputs.copied_arrays(), self._number, self._places.pop()
+        self._memory.inputs(place, len(arrays))[:] = arrays
         self._ranks.step_started()
-        message = {
-            "step": self._announced,
-            "shape": astuple(inputs.shape),
-            "all_rows": inputs.all_rows,
-            "values": values,
-            "count": len(arrays),
-        }
-        self._ranks.send(do="step", **message)
-        self._announced += 1
+        shape = {"shape": astuple(inputs.shape), "all_rows": inputs.all_rows, "values": values}
+        self._ranks.send(do="step", number=number, place=place, count=len(arrays), **shape)
+        self._number += 1
+        self._in_flight.append(number)
+        return Announced(number, place, inputs, values)
+
+    def finish(self, step: Announced, forward: Forward) -> Any:
+        """Run rank 0's part of an announced step, the last one for all ranks; what it returns."""
         try:
             if self._staged:
-                self._wait_for_stream(inputs)
-            result = forward(**values)
+                take_inputs(step.inputs, self._memory, 0, self._passed_message(step))
+            result = forward(**step.values)
         except BaseException:
             self._ranks.abandon()  # they wait for a meeting to which this rank does not come
             raise
-        self._ranks.step_ended()
+        self._in_flight.remove(step.number)
+        self._places.append(step.place)
+        self._ranks.step_ended(len(self._in_flight))
         return result
 
-    def _wait_for_stream(self, inputs: StepInputs) -> None:
-        """Do what was announced before the next step, and take its inputs."""
-        while (message := self._ranks.receive())["do"] == "copy":
+    def _passed_message(self, step: Announced) -> dict[str, Any]:
+        """The message of a step that has passed the other stages. Copies of blocks that were announced before it are done."""
+        if step.number != self._in_flight[0]:  # on the side: those before it stay as they are
+            while (message := self._ranks.receive()).get("number") != step.number:
+                self._passed.append(message)
+            return message
+        while (message := self._passed.popleft() if self._passed else self._ranks.receive())["do"] == "copy":
             self._pool.copy([tuple(pair) for pair in message["pairs"]])
-        take_inputs(inputs, self._memory, 0, message)
+        return message
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks in all ranks, before the steps that are announced after it."""
@@ -81,12 +104,12 @@ class RankedSteps:
 
 def take_inputs(inputs: StepInputs, memory: SharedMemory, rank: int, message: dict[str, Any]) -> None:
     """The inputs of an announced step, and the residual stream from the stage before."""
-    inputs.load(memory.inputs(message["step"], message["count"]))
+    inputs.load(memory.inputs(message["place"], message["count"]))
     if inputs.arrived is not None:
-        upload(inputs.arrived, memory.stream(rank, message["step"], int(inputs.arrived.shape[0])))
+        upload(inputs.arrived, memory.stream(rank, message["place"], int(inputs.arrived.shape[0])))
 
 
 def pass_stream(stream: Tensor, memory: SharedMemory, rank: int, message: dict[str, Any]) -> None:
     """Leave the residual stream of an announced step, float32 [T, E], for the next stage."""
     numbers = download(stream).reshape(-1)
-    memory.stream(rank - memory.layout.world_size, message["step"], len(numbers))[:] = numbers
+    memory.stream(rank - memory.layout.world_size, message["place"], len(numbers))[:] = numbers

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from statistics import median
 from typing import Any
@@ -182,7 +182,7 @@ def _caches(opened: OpenedModel, sequences: int, context: int) -> list[Any]:
     """The caches of all layers, of which some share memory."""
     config, device = opened.config, opened.plan.placement.device
     blocks, count = sequences * ceil_div(context, opened.block_size), min(config.num_blocks, _kv_layers(opened, sequences, context))
-    pool = KVPool(replace(config, num_blocks=count), blocks, opened.block_size, opened.block, device)
+    pool = KVPool(count, blocks, opened.block_size, opened.block, device)
     if opened.plan.placement.is_cpu:  # pages that are not written are all the same page of zeros
         nbytes = blocks * pool.block_bytes
         pool.write([*range(blocks)], _filled(nbytes, nbytes, _pattern()))

@@ -57,7 +57,7 @@ from tinyvllm.runner.kv import KVPool
 from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory, check_weights, free_memory
 from tinyvllm.runner.opened import OpenedModel, open_model
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
-from tinyvllm.runner.ranked import RankedSteps
+from tinyvllm.runner.ranked import Announced, RankedSteps
 from tinyvllm.runner.sizes import freed_window, pool_size
 from tinyvllm.runner.split import max_rows
 from tinyvllm.runner.step import Logits, PreparedStep, StepPlan
@@ -260,6 +260,16 @@ class Runner:
     def launch(self, step: PreparedStep) -> Logits:
         """Start a prepared step. Its results are in buffers that the next step of this shape overwrites."""
         return Logits(*self._run(step.plan.inputs, step.plan.forward, step.values))
+
+    def announce(self, step: PreparedStep) -> Announced:
+        """Let the stages before this one run a prepared step, of a model in several stages."""
+        assert self.ranks is not None
+        return self.ranks.announce(step.plan.inputs, step.values)
+
+    def finish(self, step: PreparedStep, announced: Announced) -> Logits:
+        """This stage's part of the step that was announced first. Its results are as those of `launch`."""
+        assert self.ranks is not None
+        return Logits(*self.ranks.finish(announced, step.plan.forward))
 
     def _run(self, inputs: StepInputs, forward: Captured, values: dict[str, int]) -> Any:
         """Run a captured step, in all ranks if there are several."""

@@ -56,6 +56,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # by rank
         self.num_swaps = 0
         self.max_admissions: int | None = None  # a step, from the queue; None sets no limit
+        self.groups = 1  # into which decodes are divided, so that as many steps can be in flight
+        self.in_flight = 0  # steps; their sequences are not preempted
         self.considered: Sequence | None = None  # the one that `schedule` looks at, or looked at when it raised
         self.pinned: Counter[int] = Counter()  # blocks that segments hold, and how many segments hold each
         self.borrowed = BorrowedBlocks(pool)
@@ -92,7 +94,8 @@ class Scheduler:
             budget = self._admit(plan, chunks, budget)
         self._extend_chunks(chunks, num_running, budget)
         plan.entries += chunks
-        if plan.empty and self.waiting.has_next and self.running and not (plan.preempted or plan.exhausted or plan.expired):
+        stuck = plan.empty and self.waiting.has_next and self.running and not self.in_flight
+        if stuck and not (plan.preempted or plan.exhausted or plan.expired):
             self._preempt(self.running[-1], plan)  # all wait for one that has no room
         plan.copies = self._copies.launch()
         if not plan.moves and ReusableDecode.fits(plan, self.running):
@@ -241,7 +244,7 @@ class Scheduler:
 
     def _make_way(self, plan: Schedule) -> None:
         """Take rows and blocks from sequences of lower priority for the first in the queue."""
-        if not self.waiting.has_next or not self.running:
+        if not self.waiting.has_next or not self.running or self.in_flight:
             return
         first = self.waiting.first()
         lower = [s for s in self.running if s.options.priority > first.options.priority]
@@ -257,7 +260,7 @@ class Scheduler:
         Long prefills leave a share to those that are nearly done and to waiting ones, or a short prompt would wait for all long ones.
         """
         remaining = [len(sequence) - sequence.num_computed for sequence in self.running]
-        num_decodes = remaining.count(1)
+        num_decodes = most_decodes = min(remaining.count(1), -(-len(self.running) // self.groups))
         pending = len(self.waiting) > 0 or any(left > 1 for left in remaining)
         budget, plan.max_chunk_tokens = chunk_budget(self.limits, self.rates, num_decodes, pending)
         share = (num_decodes + budget) // _SHARE
@@ -272,7 +275,7 @@ class Scheduler:
             if sequence.num_computed >= (sequence.num_published + 1) * block_size:
                 self.prefixes.publish(sequence)
                 self.tables.free_passed(sequence)
-            if not left:
+            if not left or (left == 1 and not most_decodes):
                 continue
             count = 1 if left == 1 else min(left, budget - kept if left > share else budget)
             if count < 1:
@@ -282,6 +285,7 @@ class Scheduler:
                 continue
             if left == 1:
                 plan.entries.append(Scheduled(sequence, start, 1, num_logits=1))
+                most_decodes -= 1
             else:
                 chunks.append(Scheduled(sequence, start, count, int(count == left)))
                 budget -= count
@@ -354,6 +358,8 @@ class Scheduler:
         needed = self.pool.blocks_for(num_tokens)
         missing = needed - len(sequence.block_table)
         while missing > self.pool.num_free:
+            if self.in_flight:
+                return False
             last = self.running[-1]
             alone = last is self.running[0] and not self.borrowed.num_held
             if needed - sequence.num_freed > self.pool.num_blocks or alone:  # preempting others, or itself, would not help
