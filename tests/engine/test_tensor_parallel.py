@@ -61,18 +61,16 @@ def test_ranks_have_the_bits_of_one_process(size: int, quantization: str | None)
 
 UNDIVIDED = {
     **dict.fromkeys(("deepseek2", "deepseek2-groups", "deepseek3", "glm4moelite"), "multi-head latent attention"),
+    **dict.fromkeys(("dots1", "ernie4.5moe", "glm4moe", "gpt-oss", "gpt-oss-clamped", "granitemoe", "mixtral"), "experts"),
+    **dict.fromkeys(("olmoe", "qwen2moe", "qwen3moe", "qwen3moe-mixed"), "experts"),
     "gemma2": "norms of outputs",
     "gemma3": "norms of outputs",
     "glm4": "norms of outputs",
     "gpt2": "learned positions",
     "granite": "a scaled residual stream",
     "granite4": "a scaled residual stream",
-    "mixtral": "experts",
     "olmo2": "norms of q and k over all heads",
     "olmo3": "norms of q and k over all heads",
-    "olmoe": "experts",
-    "qwen3moe": "experts",
-    "qwen3moe-mixed": "experts",
 }
 
 
