@@ -43,8 +43,8 @@ class ArgumentError(TinyvllmError, ValueError):
 class FileError(TinyvllmError):
     """Base of the errors about files of a model. Their messages quote what a file holds, so they are bounded here: see `one_line`."""
 
-    def __init__(self, message: str):
-        super().__init__(one_line(message))
+    def __init__(self, message: str, limit: int = MAX_MESSAGE):
+        super().__init__(one_line(message, limit))
 
 
 class ModelError(FileError):

@@ -64,6 +64,9 @@ FAMILIES = (
 )
 
 
+MAX_REFUSAL = 1000  # characters of a message that lists all architectures
+
+
 def find_family(source: Source) -> Family:
     """The family of a checkpoint, or a ModelError that names the architecture and lists the supported ones."""
     if source.kind == "gguf":
@@ -76,27 +79,17 @@ def find_family(source: Source) -> Family:
         if any(name in getattr(family, field) for name in names):
             return family
     known = _listed([name for family in FAMILIES for name in getattr(family, field)])
-    raise ModelError(f"models: architecture {', '.join(map(quoted, names[:3]))} is not supported; known: {known}")
+    raise ModelError(f"models: the architecture {', '.join(map(quoted, names[:3]))} is not supported; supported are {known}", MAX_REFUSAL)
 
 
 def _listed(names: list[str]) -> str:
-    """The names, with the ending that most of Hugging Face's share written once, and the beginning of several: a message has 300
-    characters.
-    """
+    """The names, with the ending that most of Hugging Face's share written once."""
     ending = "ForCausalLM"
     others = [name for name in names if not name.endswith(ending)]
     if len(others) == len(names):
         return ", ".join(names)
-    return f"{_folded([name.removesuffix(ending) for name in names if name.endswith(ending)])} (+ {ending}), {', '.join(others)}"
-
-
-def _folded(names: list[str]) -> str:
-    """Names that begin with another one are written after it, as what they add."""
-    stems = {name: min((other for other in names if name.startswith(other)), key=len) for name in names}
-    added = {
-        stem: [name.removeprefix(stem) for name in names if stems[name] == stem and name != stem] for stem in dict.fromkeys(stems.values())
-    }
-    return ", ".join(f"{stem}[{'|'.join(more)}]" if more else stem for stem, more in added.items())
+    shared = ", ".join(name.removesuffix(ending) for name in names if name.endswith(ending))
+    return f"{shared} (each followed by {ending}), {', '.join(others)}"
 
 
 @dataclass(frozen=True)
