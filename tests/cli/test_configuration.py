@@ -201,7 +201,7 @@ WRONG = [
     ("serve:\n  prot: 1\n", "conf.yaml:2: unknown key 'prot' of serve, did you mean 'port'?"),
     ("serve: {prompt: x}\n", "conf.yaml:1: unknown key 'prompt' of serve"),
     ("serv:\n  port: 1\n", "conf.yaml:1: unknown key 'serv', did you mean 'serve'?"),
-    ("pipeline_parallel_size: 2\n", "conf.yaml:1: unknown key 'pipeline_parallel_size'"),
+    ("expert_parallel_size: 2\n", "conf.yaml:1: unknown key 'expert_parallel_size'"),
     ("gpu-memory-utilization: 0.9\n", "nearest: kv-memory, num-blocks"),
     ("ctx-size: 9\n", "unknown key 'ctx-size': its name here is max-model-len"),
     ("config: other.yaml\n", "unknown key 'config'"),
