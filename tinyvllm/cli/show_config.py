@@ -51,9 +51,17 @@ def _shown(definition: Definition, value: Value) -> Value:
     """A value without secrets; null where only the running command knows it. The switch that an option has, if it is set, is its value."""
     name = switch_of(definition.key)
     if value.origin is DEFAULT and name is not None and os.environ.get(name):
-        value = Value(os.environ[name], Origin("environment", variable=name))
+        value = Value(_of_switch(definition, os.environ[name]), Origin("environment", variable=name))
     content = _default_of(definition) if value.value is argparse.SUPPRESS else value.value
     return Value(_without_secrets(definition, content), value.origin)
+
+
+def _of_switch(definition: Definition, text: str) -> Any:
+    """A switch's text as the option's value; the text itself where the command will refuse it."""
+    try:
+        return text if definition.is_list else definition.parse(text)
+    except ValueError:
+        return text
 
 
 def _default_of(definition: Definition) -> Any:

@@ -41,8 +41,9 @@ def read_run(path: str) -> Run:
 
     A last line that is cut off, as by a process that was killed, is skipped, and `complete` is False.
     """
+    file = expand_home("replay", path)
     try:
-        text = read_bounded(expand_home("replay", path), MAX_FILE).decode("utf-8")
+        text = read_bounded(file, MAX_FILE).decode("utf-8")
     except OSError as error:
         raise ArgumentError(f"replay: cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
