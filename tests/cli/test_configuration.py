@@ -483,7 +483,10 @@ def test_show_config_as_json(write: Write, capsys: pytest.CaptureFixture[str]) -
     assert big["max-num-seqs"] == {"value": 2, "origin": {"kind": "file", "file": "conf.yaml", "line": 9}}
 
 
-def test_what_show_config_prints_is_a_configuration_file(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_show_config_prints_is_a_configuration_file(
+    write: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TINYVLLM_THREADS", raising=False)  # of these tests: it would be an option of the file
     arguments = ["--config", write(MODELS), "--cors-origin", "a: #b", "--unload-idle", "0.5"]
     options = parse(["serve", *arguments])[1]
     again = parse(["serve", "--config", write(shown(capsys, "serve", *arguments))])[1]
