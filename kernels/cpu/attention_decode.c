@@ -1,7 +1,7 @@
 // out[b] = softmax(q[b] k^T * SCALE) v over the keys of sequence b that its newest token sees, and the head's sink: one row a sequence.
 //
-//   out                 [T, H, VALUES] float32     rows from `count` on are not touched
-//   partial             [B * H * PARTITIONS * (VALUES + 2)] float32, scratch (B: the largest `count`); PARTITIONS = ceil(M * S / 256)
+//   out                 [T, H, VALUE_D] float32     rows from `count` on are not touched
+//   partial             [B * H * PARTITIONS * (VALUE_D + 2)] float32, scratch (B: the largest `count`); PARTITIONS = ceil(M * S / 256)
 //   q                   [T, H, D] float32          row b is sequence b's
 //   cache               [P, BLOCK] CACHE_TYPE      blocks of keys and values (cache.h); this step's are in them
 //   block_tables        [B, M] int32
@@ -65,7 +65,7 @@ static void attention_decode(float *out, float *partial, const float *q, const c
                              const int32_t *context_lens, const int32_t *count,
                              SINKS_ARGUMENT SHARED_PREFIX_LENS_ARGUMENT const struct thread_team *team) {
   const struct step step = {q, cache, block_tables, context_lens, shared_prefix_lens, sinks, count[0]};
-  float *ends = partial + (long)step.count * H * PARTITIONS * VALUES;
+  float *ends = partial + (long)step.count * H * PARTITIONS * VALUE_D;
   struct group group = {0, 0, 0, 0, 0, 0};
   int longest = 0;
   for (int b = 0; b < step.count; b++) longest = max(longest, partitions_of(step.contexts[b]));
@@ -83,7 +83,7 @@ static void attention_decode(float *out, float *partial, const float *q, const c
   for (int row = next_unit(team); row < step.count * H; row = next_unit(team)) {
     const int partitions = partitions_of(step.contexts[row / H]);
     if (partitions == 1) continue;
-    merge_row(out + (long)row * VALUES, partial + (long)row * PARTITIONS * VALUES, ends + row * 2L * PARTITIONS, partitions, sinks,
+    merge_row(out + (long)row * VALUE_D, partial + (long)row * PARTITIONS * VALUE_D, ends + row * 2L * PARTITIONS, partitions, sinks,
               row % H);
   }
 }
@@ -183,12 +183,12 @@ static inline void end_partition(float *out, float *sums, float *ends, const str
     const float *from = rows->sums + (i * G + g) * rows->stride;
     const float total = v16_sum(v16_load(rows->weight + 16 * (i * G + g)));
     if (partitions == 1) {
-      finish(out + row * VALUES, from, with_sink(total, rows->top[i * G + g], head_sinks, head * G + g));
+      finish(out + row * VALUE_D, from, with_sink(total, rows->top[i * G + g], head_sinks, head * G + g));
       continue;
     }
-    float *to = sums + part * VALUES;
+    float *to = sums + part * VALUE_D;
     if (to != from)
-      for (int d = 0; d < VALUES; d += 16) v16_store(to + d, v16_load(from + d));
+      for (int d = 0; d < VALUE_D; d += 16) v16_store(to + d, v16_load(from + d));
     ends[part * 2] = rows->top[i * G + g], ends[part * 2 + 1] = total;
   }
 }
@@ -200,16 +200,16 @@ static inline void decode_unit(float *out, float *sums, float *ends, const struc
   const long row = (long)unit->b * H + unit->head * G;
   query q[MAX_SEQUENCES * G * D] __attribute__((aligned(64)));
   struct query_scale q_scale[MAX_SEQUENCES * G];
-  float own[MAX_SEQUENCES * G * VALUES] __attribute__((aligned(64)));
-  struct rows rows = {q, q_scale, out + row * VALUES, VALUES, top, weight, 0, positions};
+  float own[MAX_SEQUENCES * G * VALUE_D] __attribute__((aligned(64)));
+  struct rows rows = {q, q_scale, out + row * VALUE_D, VALUE_D, top, weight, 0, positions};
   for (int i = 0; i < unit->size; i++) positions[i] = step->contexts[unit->b + i] - 1;
   for (int i = 0; i < unit->size; i++)
     for (int g = 0; g < G; g++) prepare_query(q + (i * G + g) * D, q_scale + i * G + g, step->q + (row + (long)i * H + g) * D);
   if (MAX_SEQUENCES > 1 && unit->size > 1) {  // rows of different sequences are not contiguous
     rows.sums = own;
   } else if (partitions_of(positions[0] + 1) > 1) {
-    rows.sums = sums + (row * PARTITIONS + unit->partition - first_partition(positions[0] + 1)) * VALUES,
-    rows.stride = (long)PARTITIONS * VALUES;
+    rows.sums = sums + (row * PARTITIONS + unit->partition - first_partition(positions[0] + 1)) * VALUE_D,
+    rows.stride = (long)PARTITIONS * VALUE_D;
   }
   decode_partition(step, unit, &rows, next_partition, next_head);
   for (int i = 0; i < unit->size; i++) {
@@ -221,7 +221,7 @@ static inline void decode_unit(float *out, float *sums, float *ends, const struc
 
 static inline void merge_row(float *out, const float *sums, const float *ends, int partitions, const float *head_sinks, int head) {
   float top = ends[0], weight = ends[1];
-  for (int d = 0; d < VALUES; d += 16) v16_store(out + d, v16_load(sums + d));
-  for (int p = 1; p < partitions; p++) merge(&top, &weight, out, ends[2 * p], ends[2 * p + 1], sums + (long)p * VALUES);
+  for (int d = 0; d < VALUE_D; d += 16) v16_store(out + d, v16_load(sums + d));
+  for (int p = 1; p < partitions; p++) merge(&top, &weight, out, ends[2 * p], ends[2 * p + 1], sums + (long)p * VALUE_D);
   finish(out, out, with_sink(weight, top, head_sinks, head));
 }

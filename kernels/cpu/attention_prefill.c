@@ -1,6 +1,6 @@
 // out[t] = softmax(q[t] k^T * SCALE) v over the keys that row t sees and the head's sink, for the rows of sequences with several: chunks of prefills.
 //
-//   out           [T, H, VALUES] float32     only rows of the prefill sequences are written
+//   out           [T, H, VALUE_D] float32     only rows of the prefill sequences are written
 //   scratch       [64 * THREAD_FLOATS] float32: an area for each of 64 threads (further threads do nothing);
 //                 THREAD_FLOATS = 128 * D + R * (3 * D + 32), R = max(1, 128 / G) * G in whole numbers, G = H / K
 //   q             [T, H, D] float32
@@ -51,7 +51,7 @@ static void attention_prefill(float *out, float *scratch, const float *q, const 
     if (b >= end) break;
     const int first = (spans - 1 - (unit - before) / K) * SPAN, head = (unit - before) % K;
     const long row = (long)(query_starts[b] + first) * H + head * G;
-    prefill_unit(&area, out + row * VALUES, q + row * D, cache, block_tables + (long)b * M, sinks, head, context_lens[b] - queries + first,
+    prefill_unit(&area, out + row * VALUE_D, q + row * D, cache, block_tables + (long)b * M, sinks, head, context_lens[b] - queries + first,
                  min(SPAN, queries - first) * G);
   }
 }
@@ -79,7 +79,7 @@ static inline void end_partition(const struct area *area, const struct rows *row
     if (rows->top[r] == NO_SCORE && weight == 0.0f) continue;
     float *out = area->out + r * D, *sums = rows->sums + r * D;
     if (area->out_top[r] == NO_SCORE) {
-      for (int d = 0; d < VALUES; d += 16) v16_store(out + d, v16_load(sums + d));
+      for (int d = 0; d < VALUE_D; d += 16) v16_store(out + d, v16_load(sums + d));
       area->out_top[r] = rows->top[r], area->out_weight[r] = weight;
     } else {
       merge(area->out_top + r, area->out_weight + r, out, rows->top[r], weight, sums);
@@ -105,6 +105,6 @@ static inline void prefill_unit(const struct area *area, float *out, const float
     if ((start + TILE) % PARTITION == 0 || start + TILE >= end) end_partition(area, &rows, count);
   }
   for (int r = 0; r < count; r++)
-    finish(out + r / G * (long)(H * VALUES) + r % G * VALUES, area->out + r * D,
+    finish(out + r / G * (long)(H * VALUE_D) + r % G * VALUE_D, area->out + r * D,
            with_sink(area->out_weight[r], area->out_top[r], head_sinks, head * G + r % G));
 }

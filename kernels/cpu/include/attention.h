@@ -5,7 +5,7 @@
 //   - tiles of TILE keys begin at multiples of TILE, partitions of PARTITION keys at multiples of PARTITION, counted from the sequence's
 //     first token;
 //   - a score is one accumulator over d from 0 to D - 1, or a sum of integers; a partition keeps the maximum m, sixteen partial sums of the weights
-//     exp((score - m) * SCALE), and VALUES weighted sums of values, each one accumulator over ascending keys, rescaled when a tile raises m;
+//     exp((score - m) * SCALE), and VALUE_D weighted sums of values, each one accumulator over ascending keys, rescaled when a tile raises m;
 //   - the partitions of a row are merged in ascending order;
 //   - a sink, one more score of a head that has no value, is added to the sum of the weights last.
 //
@@ -14,8 +14,8 @@
 //
 // Constants: H, K, D, S, M, CACHE_TYPE (cache.h), SCALE (above 0), WINDOW (0: none), CAP (of scores * SCALE, none if not defined), SINKS (none
 // if not defined; they are not scaled).
-// H % K == 0, D % 16 == 0, D from 32 to 256, S a power of two from 8 to 256. If LATENT (cache.h), D is at most 1024, VALUES % 16 == 0, and K is
-// only in how many parts the heads are divided among units: all read the same keys. Else VALUES is D.
+// H % K == 0, D % 16 == 0, D from 32 to 256, S a power of two from 8 to 256. If LATENT (cache.h), D is at most 1024, VALUE_D % 16 == 0, and K is
+// only in how many parts the heads are divided among units: all read the same keys. Else VALUE_D is D.
 //
 // The online softmax is Milakov and Gimelshein's (arXiv:1805.02867), tiles of rows and keys are FlashAttention's (arXiv:2205.14135), the
 // split over keys and its merge are flash decoding's.
@@ -51,9 +51,9 @@
 #define COLUMNS 2
 #endif
 
-// Columns at the same time: four, or what divides VALUES / 16 without a small rest.
-#define WIDE (COLUMNS < 4 ? COLUMNS : VALUES % 64 == 0 ? 4 : VALUES % 80 == 0 ? 5 : VALUES % 48 == 0 ? 3 : 4)
-#define REST (VALUES / 16 % WIDE)
+// Columns at the same time: four, or what divides VALUE_D / 16 without a small rest.
+#define WIDE (COLUMNS < 4 ? COLUMNS : VALUE_D % 64 == 0 ? 4 : VALUE_D % 80 == 0 ? 5 : VALUE_D % 48 == 0 ? 3 : 4)
+#define REST (VALUE_D / 16 % WIDE)
 
 // Loads of sixteen bytes' columns of integer values at the same time; one of KV_INT4 has two columns.
 #define LOADS (CACHE_TYPE == KV_INT4 ? WIDE_INT4 : WIDE)
@@ -111,7 +111,7 @@ static inline const cached *side_of(const cached *cache, int block, int side, in
 #if INTEGER_CACHE
 #define STEPS ((G / ROWS + G % ROWS / 2 + G % 2) * (ROW_BYTES / 4 + TILE / 4 * ((ROW_BYTES / 16 + LOADS - 1) / LOADS)))
 #else
-#define STEPS ((G / ROWS + G % ROWS / 2 + G % 2) * (D + TILE * ((VALUES / 16 + WIDE - 1) / WIDE)))
+#define STEPS ((G / ROWS + G % ROWS / 2 + G % 2) * (D + TILE * ((VALUE_D / 16 + WIDE - 1) / WIDE)))
 #endif
 #define FETCH_EVERY (STEPS < 2 * TILE_LINES ? 1 : STEPS < 4 * TILE_LINES ? 2 : STEPS < 8 * TILE_LINES ? 4 : 8)
 #define FETCH_LINES (STEPS < TILE_LINES ? TILE_LINES / STEPS : 1)
@@ -185,7 +185,7 @@ INLINE void softmax_columns(int columns, float *s, float now, float *top, float 
   if (peak != before) {
     const v16 fade = exp_scaled(v16_set(before - peak));
     sum = v16_mul(sum, fade);
-    for (int d = 0; d < VALUES; d += 16) v16_store(sums + d, v16_mul(v16_load(sums + d), fade));
+    for (int d = 0; d < VALUE_D; d += 16) v16_store(sums + d, v16_mul(v16_load(sums + d), fade));
     *top = peak;
   }
   for (int c = 0; c < columns; c++) {
@@ -233,7 +233,7 @@ INLINE void softmax_rows(int N, float *s, const int *first, const int *end, floa
 static inline void begin_partition(const struct rows *rows, int r) {
   rows->top[r] = NO_SCORE;
   v16_store(rows->weight + 16 * r, v16_set(0.0f));
-  for (int d = 0; d < VALUES; d += 16) v16_store(rows->sums + r * rows->stride + d, v16_set(0.0f));
+  for (int d = 0; d < VALUE_D; d += 16) v16_store(rows->sums + r * rows->stride + d, v16_set(0.0f));
 }
 
 // Adds the next partition to (top, weight, out) of the partitions so far.
@@ -243,7 +243,7 @@ static inline void merge(float *top, float *weight, float *out, float partition_
   const v16 new = exp_scaled(v16_set(partition_top - peak));
   *top = peak;
   *weight = v16_max_of(v16_fma(v16_set(partition_weight), new, v16_mul(v16_set(*weight), old)));
-  for (int d = 0; d < VALUES; d += 16) v16_store(out + d, v16_fma(v16_load(sums + d), new, v16_mul(v16_load(out + d), old)));
+  for (int d = 0; d < VALUE_D; d += 16) v16_store(out + d, v16_fma(v16_load(sums + d), new, v16_mul(v16_load(out + d), old)));
 }
 
 // The sum of a row's weights, relative to its largest score `top`, with that of the head's sink.
@@ -252,7 +252,7 @@ static inline float with_sink(float weight, float top, const float *head_sinks, 
 }
 
 static inline void finish(float *out, const float *sums, float weight) {
-  for (int d = 0; d < VALUES; d += 16) v16_store(out + d, v16_div(v16_load(sums + d), v16_set(weight)));
+  for (int d = 0; d < VALUE_D; d += 16) v16_store(out + d, v16_div(v16_load(sums + d), v16_set(weight)));
 }
 
 #if INTEGER_CACHE

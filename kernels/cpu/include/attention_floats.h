@@ -83,7 +83,7 @@ INLINE void copy_values(float *values, const cached *cache, const int32_t *table
 INLINE void copy_values(float *values, const cached *cache, const int32_t *table, int head, int start, int first, int end) {
   for (int at = first; at < end; at++) {
     const cached *v = side_of(cache, table[at / S], 1, head, at % S);
-    for (int d = 0; d < VALUES; d += 16) v16_store(values + (at - start) * VALUES + d, load_cached(v + d));
+    for (int d = 0; d < VALUE_D; d += 16) v16_store(values + (at - start) * VALUE_D + d, load_cached(v + d));
   }
 }
 #endif
@@ -104,7 +104,7 @@ INLINE void score_block(int N, int C, struct prefetch *prefetch, const float *q,
   UNROLL for (int r = 0; r < N; r++) UNROLL for (int c = 0; c < C; c++) v16_store(s + r * TILE + 16 * c, sum[r][c]);
 }
 
-// Where a tile's values are: runs of `length` keys, of VALUES numbers each, and D from each to the next where they are `stored`.
+// Where a tile's values are: runs of `length` keys, of VALUE_D numbers each, and D from each to the next where they are `stored`.
 struct values {
   const void *run[TILE / 8];
 };
@@ -128,7 +128,7 @@ INLINE void add_value_columns(int N, int C, struct prefetch *prefetch, int store
       if (key % FETCH_EVERY == 0) fetch(prefetch, FETCH_LINES);
       v16 v[5];
       UNROLL for (int c = 0; c < C; c++) v[c] =
-          load_value(stored, run, (long)(key & (length - 1)) * (stored ? D : VALUES) + column + 16 * c);
+          load_value(stored, run, (long)(key & (length - 1)) * (stored ? D : VALUE_D) + column + 16 * c);
       UNROLL for (int r = 0; r < N; r++) {
         const v16 x = v16_set(p[r * TILE + key]);
         UNROLL for (int c = 0; c < C; c++) sum[r][c] = v16_fma(x, v[c], sum[r][c]);
@@ -141,7 +141,7 @@ INLINE void add_value_columns(int N, int C, struct prefetch *prefetch, int store
 INLINE void add_values(int N, struct prefetch *prefetch, int stored, int length, float *sums, long stride, const float *p,
                        const struct values *values, int first, int end) {
   int column = 0;
-  for (; column + 16 * WIDE <= VALUES; column += 16 * WIDE)
+  for (; column + 16 * WIDE <= VALUE_D; column += 16 * WIDE)
     add_value_columns(N, WIDE, prefetch, stored, length, sums, stride, p, values, column, first, end);
   if (REST > 0) add_value_columns(N, REST, prefetch, stored, length, sums, stride, p, values, column, first, end);
 }
@@ -190,9 +190,9 @@ struct tile {
   struct values values;
 };
 
-// What a tile may need of a thread's scratch: [D, TILE] of keys, and [TILE, VALUES] of values if they are copied.
+// What a tile may need of a thread's scratch: [D, TILE] of keys, and [TILE, VALUE_D] of values if they are copied.
 #define TILE_KEYS (D * TILE)
-#define TILE_VALUES(copied) (STORED(copied) ? 16 : TILE * VALUES)
+#define TILE_VALUES(copied) (STORED(copied) ? 16 : TILE * VALUE_D)
 
 // Whether values are read where they are stored. `copied`: many rows read them, which pays for converting them once.
 #define STORED(copied) (!PACKED_CACHE && !(copied))

@@ -6,7 +6,7 @@
 #define LATENT 0
 #endif
 #define SIDES (LATENT ? 1 : 2)
-#define VALUES (LATENT ? LATENT : D)  // features of a value
+#define VALUE_D (LATENT ? LATENT : D)  // features of a value
 
 #include "kv_cache.h"
 #include "lanes.h"
