@@ -263,6 +263,7 @@ class FakeLLM:
             raise OutOfMemoryError("no room")
         FakeLLM.made.append(model)
         self.model = model
+        self.adapters: dict[str, str] = {}
 
     def watch(self, on_failure: object) -> None:
         pass

@@ -76,6 +76,7 @@ class _NextTokens:
     """A sequence as `StepInputs` lays it out for heads: at each position the token after it."""
 
     sequence: Sequence
+    adapter = 0  # drafts are guessed without one
 
     @property
     def sequence_id(self) -> int:

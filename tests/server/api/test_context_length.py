@@ -46,7 +46,7 @@ OTHER_ERRORS = {
     "/v1/segments",
     "/v1/batches",
 }  # in tests of their own, here and in test_batches
-ANY_LENGTH = {"/tokenize", "/detokenize", "/apply-template"}  # nothing is computed
+ANY_LENGTH = {"/tokenize", "/detokenize", "/apply-template", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}  # nothing is computed
 NO_ROOM: dict[str, tuple[str, dict[str, Any], str]] = {
     "completions": ("/v1/completions", {"prompt": [5] * 20, "max_tokens": 1005}, "max_tokens"),
     "completions stream": ("/v1/completions", {"prompt": [5] * 20, "max_tokens": 10**9, "stream": True}, "max_tokens"),
