@@ -19,6 +19,7 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.long
 def test_a_static_batch_has_the_engines_tokens(llm: LLM) -> None:
     work = [(ids, answer // 8) for ids, answer in traffic.random_work(6, random.Random(0))]
     work = [([token % 250 for token in ids], answer) for ids, answer in work]

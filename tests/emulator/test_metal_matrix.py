@@ -26,6 +26,7 @@ from tinyvllm.quant.layouts import RowWeight, StoredWeight
 PRODUCTS = ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head")
 
 
+@pytest.mark.long
 def test_a_batch_of_nine_is_multiplied_by_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [{"prompt_token_ids": [0, 40 + i]} for i in range(9)]
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)

@@ -166,7 +166,7 @@ def reference(folder: Path, name: str, format: str) -> tuple[np.ndarray, list[li
         *(pytest.param(*family.values, "F32", marks=family.marks) for family in FAMILIES),
         *(("qwen3", format) for format in FORMATS if format != "F32"),
         ("gpt2", "BF16"),
-        ("gpt2", "Q8_0"),
+        pytest.param("gpt2", "Q8_0", marks=pytest.mark.long),
         ("qwen3moe", "F32"),
         pytest.param("qwen3moe", "Q8_0", marks=pytest.mark.long),
     ],

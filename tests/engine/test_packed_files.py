@@ -89,7 +89,7 @@ def formats_read(device: str | None = None) -> set[str]:
 PRODUCTS = ("matmul", "norm_head", "norm_gate_up_silu")
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", [mix if mix == "Q4_K_M" else pytest.param(mix, marks=pytest.mark.long) for mix in MIXES])
 def test_kernels_follow_the_reference_and_no_matrix_is_unpacked(model_of, mix):
     """Place by place on the same packed weights: a reference that is chosen at load would unpack them, and not round activations."""
     path, best = model_of(mix), registry.usable_variants(Placement("CPU"))[0]

@@ -45,7 +45,7 @@ class Says:
         return logits
 
 
-@pytest.fixture(scope="module", params=["special", "added", "text"])
+@pytest.fixture(scope="module", params=[pytest.param("special", marks=pytest.mark.long), "added", "text"])
 def llm(request, tiny_model, tmp_path_factory) -> Iterator[LLM]:
     folder = write_thinking_model(tiny_model, tmp_path_factory.mktemp("thinking"), request.param)
     with LLM(folder, device="CPU", max_model_len=128, max_num_seqs=4, num_blocks=40) as llm:

@@ -122,7 +122,8 @@ def test_what_a_step_adds_where_nothing_recurs(engines: dict[str, LLM], num_sequ
         counts.append(calls_by_step(llm, num_sequences))
     plain, drafted = counts
     more = [b - a for a, b in zip(plain, drafted, strict=True)]
-    assert sum(each <= 5 for each in more) >= len(more) - len(LOOKS) - 1, more
+    timed = len(LOOKS) // TIMED + 1  # looks that time the step after them
+    assert sum(each <= 5 for each in more) >= len(more) - len(LOOKS) - timed, more
     assert max(more) <= 40 + 40 * num_sequences and sum(more) <= 5 * len(more) + len(LOOKS) * (30 + 15 * num_sequences), more
     llm.engine.stop_speculation()
 
