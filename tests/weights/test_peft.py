@@ -115,8 +115,28 @@ def test_numbers_must_be_finite(adapter):
         read_adapter(folder).modules[Q].read()
 
 
+def test_a_rank_of_nothing_is_refused(adapter):
+    """rank_pattern may say 0, and the file have matrices without a row: nothing is divided by it."""
+    folder = adapter(rank_pattern={"q_proj": 0})
+
+    def empty(tensors):
+        for name in [name for name in tensors if ".q_proj." in name]:
+            shape = tensors[name].shape
+            tensors[name] = np.zeros((0, shape[1]) if "lora_A" in name else (shape[0], 0), np.float32)
+
+    change(folder, empty)
+    with pytest.raises((ModelError, FormatError), match=r"rank 0; supported are ranks from 1 to 64|no elements|empty"):
+        read_adapter(folder)
+
+
+def test_a_scale_beyond_float32_is_refused(adapter):
+    module = read_adapter(adapter(alpha_pattern={"q_proj": 1e300})).modules[Q]
+    with pytest.raises(FormatError, match="beyond float32 when scaled by"):
+        module.read()
+
+
 def test_ranks_are_bounded(tiny_model, tmp_path):
-    with pytest.raises(ModelError, match="rank 65; supported are ranks up to 64"):
+    with pytest.raises(ModelError, match="rank 65; supported are ranks from 1 to 64"):
         read_adapter(write_adapter(tmp_path, tiny_model, modules=ATTENTION[:1], rank=65))
 
 

@@ -61,7 +61,11 @@ class LowRank:
     def read(self) -> tuple[np.ndarray, np.ndarray]:
         """a and scale * b, float32. FormatError for numbers that are not finite, or a file that was truncated since."""
         a, b = (_numbers(record) for record in (self.a, self.b))
-        return a, b * np.float32(self.scale)
+        with np.errstate(over="ignore", invalid="ignore"):
+            scaled = b * np.float32(self.scale)
+        if not np.isfinite(scaled).all():
+            raise FormatError(f"{_SPEAKER}: {quoted(self.module)} has numbers beyond float32 when scaled by {self.scale:g}")
+        return a, scaled
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,8 +202,8 @@ def _low_rank(settings: _Settings, layer: int, part: str, pair: Mapping[str, Ten
         raise FormatError(
             f"{_SPEAKER}: {quoted(module)} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, and its rank is {told:g} by {CONFIG_NAME}"
         )
-    if rank > MAX_RANK:
-        raise ModelError(f"{_SPEAKER}: {quoted(module)} has rank {rank}; supported are ranks up to {MAX_RANK}")
+    if not 1 <= rank <= MAX_RANK:
+        raise ModelError(f"{_SPEAKER}: {quoted(module)} has rank {rank}; supported are ranks from 1 to {MAX_RANK}")
     return LowRank(module, settings.scale(module, rank), a, b)
 
 
