@@ -16,14 +16,16 @@ again, noise       for --shape, whose weights are random, so that no text of its
                    never sent before, near uniform tokens, which nothing predicts
 again64, noise64   the same, 64 sequences at a time
 
-Host time is the processor time of the engine's thread outside kernels. What speculation adds to a step is its difference with and without,
-by steps, on texts that nothing predicts. llama.cpp answers as many tokens by the loop of compare/play_llama_drafts.py, with the K that is
-fastest on the first two prompts.
+Where a ratio near 1 is expected, "off again" is a second turn without drafts: how far it is from 1 is what the machine adds, and short
+turns get more rounds. Host time is the processor time of the engine's thread outside kernels. What speculation adds to a step is its
+difference with and without, by steps, on texts that nothing predicts. llama.cpp answers as many tokens by the loop of
+compare/play_llama_drafts.py, with the K that is fastest on the first two prompts.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 import time
@@ -49,11 +51,12 @@ from tinyvllm.speculate.policies import EXACT
 from tinyvllm.speculative import AUTO, SpeculativeConfig
 
 Line = dict[str, Any]
-OFF = "off"
+OFF, CONTROL = "off", "off again"
 DEMO = Path(__file__).parents[1] / "tinyvllm" / "demo"
 LOOKUP_K, DRAFT_K = (2, 4, 6, 10), (2, 3, 4, 6, 8)  # that llama.cpp chooses among
 WARM, MAX_WARM = 2, 5  # turns that are not timed: at least, and at most while steps are captured
 PATIENCE = 2.0  # times the rounds, where others disturb them
+MEASURED, MAX_ROUNDS = 8.0, 45  # seconds of each contestant's turns, and the most rounds, where a turn is short
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ def spec_of(label: str, config: SpeculativeConfig) -> DrafterSpec:
 
 AUTOMATIC = (spec_of("auto", AUTO), AUTO.num_speculative_tokens)
 _DRAFT, _HEADS = (("model", str(DEMO / "draft")),), (("model", str(DEMO / "heads")),)
+CONTROLS: dict[str, tuple[DrafterSpec, int | None]] = {CONTROL: (PLAIN, 0)}
 MODELS: dict[str, tuple[DrafterSpec, int | None]] = {
     "draft_model": (DrafterSpec("draft_model", "draft_model", _DRAFT), None),
     "draft_model, K=4": (DrafterSpec("draft_model", "draft_model", _DRAFT), 4),
@@ -96,12 +100,13 @@ def bundled_texts(num_prompts: int, max_tokens: int, batch: int) -> list[Text]:
         return [Job(one, i) for i, one in enumerate(islice(SETS[name](0), number))]
 
     auto = {"auto": AUTOMATIC}
+    controlled = auto | CONTROLS
     mixed = [job for each in zip(*(jobs(name, max(1, batch // 2)) for name in SETS), strict=True) for job in each]
     return [
         Text("copy", jobs("copy", num_prompts), auto, ("plain", "lookup"), max_tokens=max_tokens),
-        Text("chat", jobs("chat", num_prompts), auto, max_tokens=max_tokens),
-        Text("story", jobs("story", num_prompts), auto | MODELS, ("plain", "lookup", "draft"), max_tokens=max_tokens),
-        Text("mixed", mixed, auto, batch=batch, max_tokens=max_tokens),
+        Text("chat", jobs("chat", num_prompts), controlled, max_tokens=max_tokens),
+        Text("story", jobs("story", num_prompts), controlled | MODELS, ("plain", "lookup", "draft"), max_tokens=max_tokens),
+        Text("mixed", mixed, controlled, batch=batch, max_tokens=max_tokens),
     ]
 
 
@@ -112,11 +117,12 @@ def shape_texts(num_prompts: int, max_tokens: int, batch: int) -> list[Text]:
         return [Job(LabPrompt(token_ids=tuple(prompt(16, i))), i) for i in range(number)]
 
     common: dict[str, Any] = {"ways": {"auto": AUTOMATIC}, "ignore_eos": True, "max_tokens": max_tokens}
+    controlled = common | {"ways": common["ways"] | CONTROLS}
     return [
         Text("again", jobs(num_prompts), rivals=("plain", "lookup"), remembers=True, **common),
-        Text("noise", jobs(num_prompts), temperature=1.0, **common),
+        Text("noise", jobs(num_prompts), temperature=1.0, **controlled),
         Text("again64", jobs(batch), batch=batch, remembers=True, **common),
-        Text("noise64", jobs(batch), temperature=1.0, batch=batch, **common),
+        Text("noise64", jobs(batch), temperature=1.0, batch=batch, **controlled),
     ]
 
 
@@ -170,21 +176,24 @@ class Ours:
             raise SystemExit(f"speculation: {self.text.name}: answer {wrong} with {name} is not the one without drafts: a defect")
         runs.tokens = answered
 
-    def warm(self, most: int) -> None:
-        """Turns that are not timed, until none captures a step, at most `most`: controllers learn what steps cost, and try more drafts."""
-        engine, captures = self.target.loaded(), -1
+    def warm(self, most: int) -> float:
+        """Turns that are not timed, until none captures a step, at most `most`: controllers learn what steps cost, and try more drafts.
+
+        Returns the seconds of the last turn without drafts.
+        """
+        engine, captures, seconds = self.target.loaded(), -1, 0.0
         for number in range(most):
             if self.captures() == captures and number >= WARM:
                 break
             captures = self.captures()
-            for name in self.runs:
-                self.turn(name)
+            seconds = {name: self.turn(name) for name in self.runs}[OFF]
             engine.stop_speculation()
             while not number and engine.warmup():
                 pass  # times kernels that are new
         for runs in self.runs.values():
             runs.counts.clear()
             runs.host.clear()
+        return seconds
 
     def captures(self) -> int:
         """Steps that were captured in this process so far."""
@@ -435,17 +444,23 @@ def run(options: argparse.Namespace, target: EngineTarget, rival: Contestant | N
     trials, name = count(), options.shape or "bundled"
     for text in texts_of(options):
         ours = Ours(target, text, trials)
-        ours.warm(1 if options.quick else MAX_WARM)
+        seconds = ours.warm(1 if options.quick else MAX_WARM)
         prompts = [answer_ids(target, job) for job in text.jobs] if text.rivals else []
         theirs = Theirs(rival if text.rivals else None, text, prompts, [len(tokens) for tokens in ours.runs[OFF].tokens], draft)
         theirs.tune()
-        rounds = options.rounds if text.batch == 1 else min(options.rounds, max(3, options.rounds - 2))  # they are long
+        rounds = options.rounds if options.quick else rounds_of(text, options.rounds, seconds)
         line, spreads = measure(ours, theirs, rounds, [rival.pid] if rival is not None and rival.process else [])
         lines[text.name] = line
         print(f"\n{show(line)}", flush=True)
         if not options.quick:
             record("speculation", {"model": name, "format": options.format, **line}, spreads)
     return lines
+
+
+def rounds_of(text: Text, rounds: int, seconds: float) -> int:
+    """Rounds where a turn takes `seconds`: fewer of long turns, and more of short ones that are compared with a control."""
+    usual = rounds if text.batch == 1 else min(rounds, max(3, rounds - 2))
+    return usual if CONTROL not in text.ways else max(usual, min(MAX_ROUNDS, math.ceil(MEASURED / max(seconds, 1e-3))))
 
 
 def answer_ids(target: EngineTarget, job: Job) -> list[int]:

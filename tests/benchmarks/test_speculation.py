@@ -28,6 +28,14 @@ def test_a_ratio_is_that_of_one_round() -> None:
     assert (one.median, one.low, one.high, one.quiet, one.rounds) == (2.0, 2.0, 2.5, 3, 5)
 
 
+def test_short_turns_get_more_rounds_where_a_control_tells_the_noise() -> None:
+    alone, batched = (Text("noise", [], {"auto": AUTOMATIC, **speculation.CONTROLS}, batch=batch) for batch in (1, 64))
+    assert [speculation.rounds_of(alone, 9, seconds) for seconds in (0.0, 0.5, 60.0)] == [speculation.MAX_ROUNDS, 16, 9]
+    assert speculation.rounds_of(batched, 9, 60.0) == 7
+    assert speculation.rounds_of(Text("copy", [], {"auto": AUTOMATIC}), 9, 0.1) == 9
+    assert "off again" in speculation.texts_of(speculation.parse_arguments(["--texts", "chat"]))[0].ways
+
+
 def line_of(text: str, ratio: float = 1.0, added: float = 0.0, ahead: float | None = None) -> dict[str, Any]:
     rates = {"rate": 10.0, "low": 9.0, "high": 11.0, "rounds": 3, "quiet": 3}
     spread = {"median": ratio, "low": ratio, "high": ratio}
