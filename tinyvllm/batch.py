@@ -53,12 +53,15 @@ class LayerCache:
     in place. Without `packed` the tensors are [P, 2, K, S, D] floats, keys [:, 0] and values [:, 1]; else they are uint8 [P, bytes].
 
     With `latent` above 0 they are [P, 1, 1, S, D] floats: the one key of a token, whose first `latent` features are also its value.
+
+    Layers of the same `group` have their keys and values in the same blocks (`Batch.of`).
     """
 
     keys: Tensor
     values: Tensor
     packed: KVLayout | None = None
     latent: int = 0
+    group: int = 0
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from (self.keys, self.values)
@@ -105,6 +108,7 @@ class Batch:
     adapters [T]          the adapter of each row, n for the n-th, 0 for none; None where no row of the batch has one
     shared_prefix_lens [B] for each decode, leading tokens in the same blocks as those of the decode before it; None where not computed
     arrived [T, E]        float32: the residual stream from the layers of another process; None where the model begins with its embedding
+    others                the same batch for each group of layers after the first: with its own slots, block tables and shared prefixes
     """
 
     tokens: Tensor
@@ -124,6 +128,11 @@ class Batch:
     shared_prefix_lens: Tensor | None = None
     adapters: Tensor | None = None
     arrived: Tensor | None = None
+    others: tuple[Batch, ...] = ()
+
+    def of(self, cache: LayerCache) -> Batch:
+        """The batch as the layer of a cache reads it."""
+        return self.others[cache.group - 1] if cache.group else self
 
     @property
     def num_chunks(self) -> int:

@@ -79,7 +79,7 @@ class EngineConfig:
     prefix_cache_dir        folder that keeps cached blocks across restarts; None keeps nothing
     kv_events_config        where changes of the prefix cache are published (docs/kv-events.md); None publishes none. `resolve` also takes
                             vLLM's dict and JSON text
-    disable_hybrid_kv_cache_manager  keep the blocks that have left the window of every layer (docs/kv-cache.md)
+    disable_hybrid_kv_cache_manager  keep the blocks that have left the window of their layers (docs/kv-cache.md)
     swap_space              bytes of host memory for the blocks of preempted sequences; 0 recomputes them
     max_num_queued_reqs, max_num_queued_tokens  requests, and tokens of prompts, that may wait; more are refused. None is no limit
     preemption_mode         "recompute" or "swap"; None takes the cheaper one by measured rates

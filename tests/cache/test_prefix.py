@@ -8,6 +8,7 @@ import pytest
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.cache.prefix import Entry, Explanation, PrefixCache
 from tinyvllm.errors import ArgumentError, FormatError
+from tinyvllm.windows import BlockGroups, Window
 
 KEY = b"a key"
 
@@ -231,10 +232,10 @@ class Heard:
         self.events: list[tuple] = []
 
     def stored(self, *event: object) -> None:
-        self.events.append(("stored", *event))
+        self.events.append(("stored", *(event[:-1] if event[-1] is None else event)))  # without a group
 
-    def removed(self, hash: bytes) -> None:
-        self.events.append(("removed", hash))
+    def removed(self, hash: bytes, group: int | None = None) -> None:
+        self.events.append(("removed", hash) if group is None else ("removed", hash, group))
 
     def cleared(self) -> None:
         self.events.append(("cleared",))
@@ -283,3 +284,72 @@ def test_a_listener_hears_of_adopted_blocks():
         (hash,) = cache.hash_blocks([1, 2], salt)
         cache.adopt(hash, cache._root(salt), pack(1, 2))
         assert heard.events.pop() == ("stored", hash, parent, pack(1, 2), None, None) and not heard.events
+
+
+GROUPS = BlockGroups(Window(3, 2), full=1, windowed=2)  # a query after full blocks sees one block of the windowed groups
+
+
+def grouped(blocks: int = 40) -> tuple[PrefixCache, list[bytes], list[int]]:
+    """A cache with three rows of a sequence, their hashes and the table."""
+    cache = cache_of(blocks, groups=GROUPS)
+    tokens = [1, 2, 3, 4, 5, 6, 7]
+    hashes, table = cache.hash_blocks(tokens), cache.pool.allocate(9)
+    cache.publish(hashes, table, 0, 3, lambda start, stop: tokens[start:stop])
+    return cache, hashes, table
+
+
+def test_a_prefix_is_as_long_as_every_group_finds():
+    cache, hashes, table = grouped()
+    scratch = cache.pool.scratch_block
+    assert cache.find(hashes) == [table[0], scratch, scratch, table[3], scratch, scratch, *table[6:]]
+    assert cache.known(hashes) == 3 and cache.find(hashes[:1]) == table[:3]
+    cache.drop(table[8])  # a windowed block of the last row
+    assert cache.find(hashes) == [table[0], scratch, scratch, *table[3:6]]
+    cache.drop(table[4])
+    assert cache.known(hashes) == 1, "before the second row the query sees the first"
+    cache.drop(table[0])
+    assert cache.find(hashes) == []
+
+
+def test_what_is_found_is_held_as_far_as_it_is_seen():
+    cache, hashes, table = grouped()
+    cache.pool.release(table)
+    found = cache.match(hashes)
+    assert cache.held(found) == [table[0], table[3], *table[6:]] and cache.pool.num_free == 40 - 5
+    cache.pool.release(cache.held(found))
+
+
+def test_a_block_that_was_not_computed_is_not_published():
+    """As after a swap: the layers that see all have every block, those with windows only the last."""
+    cache = cache_of(40, groups=GROUPS)
+    tokens, scratch = [1, 2, 3, 4], cache.pool.scratch_block
+    blocks = cache.pool.allocate(4)
+    table = [blocks[0], scratch, scratch, *blocks[1:]]
+    cache.publish(cache.hash_blocks(tokens), table, 0, 2, lambda start, stop: tokens[start:stop])
+    assert cache.find(cache.hash_blocks(tokens)) == table and cache.pool.num_cached == 4
+    assert cache.known(cache.hash_blocks(tokens[:2])) == 0
+
+
+def test_a_listener_hears_of_each_group():
+    cache, hashes, table = grouped()
+    heard = cache.listener = Heard()
+    cache.describe(heard)
+    assert sorted(event[-1] for event in heard.events) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    parents = {event[1]: event[2] for event in heard.events}
+    assert sum(parent is None for parent in parents.values()) == 3 and {*parents.values()} <= {None, *parents}, "a chain in each group"
+    heard.events.clear()
+    cache.drop(table[5])
+    assert heard.events == [("removed", hashes[1][:-1] + b"\2", 2)]
+
+
+def test_entries_of_groups_come_back_under_their_own_hashes():
+    cache, hashes, table = grouped()
+    entries = list(cache.entries())
+    assert len({entry.hash for entry in entries}) == 9
+    other = cache_of(9, groups=GROUPS)
+    moved = {entry.block: other.adopt(entry.hash, entry.parent, entry.tokens) for entry in entries}
+    assert other.find(hashes)[6:] == [moved[block] for block in table[6:]]
+    with pytest.raises(FormatError, match="hash is not that of its tokens"):
+        other.adopt(entries[0].hash[:-1] + b"\3", entries[0].parent, entries[0].tokens)
+    with pytest.raises(FormatError, match="hash is not that of its tokens"):
+        other.adopt(entries[0].hash, entries[0].parent[:-1] + b"\2", entries[0].tokens)

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.cache.prefix import PrefixCache
+from tinyvllm.windows import BlockGroups, Window
 
 PROMPTS = st.lists(st.integers(0, 1), max_size=10)
 WHICH = st.integers(0, 1 << 30)  # of those that hold blocks, modulo their number
@@ -36,7 +37,7 @@ class Traffic(RuleBasedStateMachine):
     def build(self, blocks: int, size: int, window: int) -> None:
         self.size, self.window = size, window
         self.pool = BlockPool(blocks, size)
-        self.cache = PrefixCache(self.pool, b"key", remembered=REMEMBERED, window=window)
+        self.cache = PrefixCache(self.pool, b"key", remembered=REMEMBERED, groups=BlockGroups(Window(window, size)))
         self.held: list[Held] = []
         self.contents: dict[int, Prefix] = {}  # of every block ever written
         self.cached: dict[Prefix, int] = {}

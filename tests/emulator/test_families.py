@@ -21,6 +21,12 @@ REASONS = {  # parts of the reasons
 }
 
 
+OPTIONS = {  # with which the layers of Gemma form groups
+    "gemma3": {"max_model_len": 256, "max_num_batched_tokens": 16},
+    "ministral3": {"max_model_len": 64},
+}
+
+
 @pytest.mark.parametrize("device", ["CUDA", "METAL"])
 @pytest.mark.parametrize("name", [pytest.param("gemma3", marks=pytest.mark.long), "ministral3"])
 def test_recorded_tokens(name: str, device: str) -> None:
@@ -28,7 +34,8 @@ def test_recorded_tokens(name: str, device: str) -> None:
         prompt, expected = data["prompt_0"].tolist(), data["tokens_0"][:TOKENS].tolist()
     with cuda_device(seed=5) if device == "CUDA" else metal_device():
         registry.forget_choices()
-        with LLM(GOLDEN / name, device=device, dtype="float16", max_model_len=64, skip_tokenizer_init=True, max_num_seqs=2) as llm:
+        with LLM(GOLDEN / name, device=device, dtype="float16", skip_tokenizer_init=True, max_num_seqs=2, **OPTIONS[name]) as llm:
+            assert llm.engine.runner.groups.blocks.count == (3 if name == "gemma3" else 1)
             assert llm.generate([{"prompt_token_ids": prompt}], GREEDY)[0].outputs[0].token_ids == expected
         reasons = {choice.why for choice in registry.choices(device) if choice.variant == "ref"}
         products = {choice.variant for choice in registry.choices(device) if choice.stem == "matmul" and "normed" not in choice.shape}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.windowed import LENGTHS, MOST, SIZE, STEP, WINDOW, Answer, answers, count_held, load, params, prompt
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backends import registry
 from tinyvllm.config import resolve
@@ -17,53 +18,12 @@ from tinyvllm.engine.frontend import plan_engine
 from tinyvllm.engine.scoring import PIECE
 from tinyvllm.windows import Window
 
-WINDOW, SIZE, STEP = 40, 8, 32
-MOST = Window(WINDOW, SIZE).most_blocks(1 << 20, STEP)
-LENGTHS = (9, 33, 150, 70, 260)
 CONFIG = {
     "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_size": 64, "intermediate_size": 96, "head_dim": 32,
     "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "vocab_size": 256, "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "sliding_window": WINDOW,
     "hidden_act": "silu", "tie_word_embeddings": False, "eos_token_id": 2, "bos_token_id": 1,
 }  # fmt: skip
-Answer = tuple[list[int], list[float]]
-
-
-def prompt(i: int) -> list[int]:
-    return [1, *np.random.default_rng(i).integers(3, 256, LENGTHS[i] - 1).tolist()]
-
-
-def params(i: int, **more: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.0 if i % 2 else 0.9, seed=i, max_tokens=50, ignore_eos=True, logprobs=1, **more)
-
-
-def load(folder: Path, kept: bool = False, **options: Any) -> LLM:
-    options = {"max_model_len": 400, "max_num_batched_tokens": STEP, "max_num_seqs": 4, "num_blocks": 4 * MOST} | options
-    options = {"speculative_config": "off", "dtype": "float32"} | options
-    return LLM(folder, device="CPU", load_format="dummy", skip_tokenizer_init=True, block_size=SIZE,
-               disable_hybrid_kv_cache_manager=kept, **options)  # fmt: skip
-
-
-def answers(llm: LLM, numbers: range = range(len(LENGTHS)), **more: Any) -> list[Answer]:
-    """Tokens and their log-probabilities, whose bits show those of the logits."""
-    outputs = llm.generate([{"prompt_token_ids": prompt(i)} for i in numbers], [params(i, **more) for i in numbers])
-    parts = [part for output in outputs for part in output.outputs]
-    return [(p.token_ids, [row[t].logprob for row, t in zip(p.logprobs, p.token_ids, strict=True)]) for p in parts]
-
-
-def count_held(llm: LLM) -> list[int]:
-    """The most blocks that a sequence has held, the most in use, and the number of preemptions; changes with each step."""
-    scheduler, found = llm.engine.scheduler, [0, 0, 0]
-    schedule = scheduler.schedule
-
-    def counted() -> Any:
-        plan = schedule()
-        held = max((len(sequence.held_blocks) for sequence in scheduler.running), default=0)
-        found[:] = max(found[0], held), max(found[1], scheduler.pool.num_blocks - scheduler.pool.num_free), found[2] + len(plan.preempted)
-        return plan
-
-    scheduler.schedule = counted  # type: ignore[method-assign]
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +40,7 @@ def masked(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[str, 
     with load(folder, kept=True, kv_cache_dtype=request.param, num_blocks=300) as llm:
         found = answers(llm)
         assert "ref" not in {choice.variant for choice in registry.choices()}
-        assert not llm.engine.runner.freed_window.tokens
+        assert not llm.engine.runner.groups.blocks.window.tokens
         yield request.param, llm, found
 
 

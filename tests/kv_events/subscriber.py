@@ -27,11 +27,13 @@ class BlockStored(Event):
     medium: str | None
     lora_name: str | None
     extra_keys: list[list[str] | None] | None = None
+    group_idx: int | None = None
 
 
 class BlockRemoved(Event):
     block_hashes: list[int]
     medium: str | None
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(Event):

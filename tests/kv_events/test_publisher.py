@@ -59,16 +59,21 @@ def test_the_three_frames_and_the_fields_of_events() -> None:
     collector.removed(hash_of(2))
     collector.removed(hash_of(1))
     collector.stored(hash_of(5), hash_of(4), tokens[3], None, "sql")
+    collector.removed(hash_of(5), 0)
+    collector.removed(hash_of(6), 1)
+    collector.stored(hash_of(7), None, tokens[0], None, None, 1)
     with opened(topic="kv@pod") as publisher, subscribed(publisher, topic="kv@") as subscriber:
         publisher.publish(collector.take())
         while (received := subscriber.receive())[1] < publisher._next - 1:
             pass
         topic, _, batch = received
     assert topic == b"kv@pod" and batch.data_parallel_rank == 0 and batch.ts > 1.7e9
-    first, second, removed, third = batch.events
+    first, second, removed, third, *grouped = batch.events
     assert first == BlockStored([1, 2], None, list(range(8)), SIZE, None, "GPU", None, [["ab" * 16], None])
     assert second == BlockStored([4], 3, list(range(8, 12)), SIZE, None, "GPU", None)
     assert removed == BlockRemoved([2, 1], "GPU") and third == BlockStored([5], 4, list(range(12, 16)), SIZE, None, "GPU", "sql")
+    of_group = BlockStored([7], None, list(range(4)), SIZE, None, "GPU", None, group_idx=1)
+    assert grouped == [BlockRemoved([5], "GPU", 0), BlockRemoved([6], "GPU", 1), of_group]
 
 
 def test_a_clear_forgets_what_the_step_reported_before() -> None:

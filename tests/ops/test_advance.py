@@ -99,3 +99,12 @@ def test_kernel_and_reference_agree_on_random_states(monkeypatch):
                 advance(b, realized(tokens), h, S)
             states.append(state(b, h))
         assert states[0] == states[1]
+
+
+def test_other_groups_of_layers_get_slots_in_their_own_blocks(forced):
+    b, h = batch(4), history(3)
+    others = tuple(dataclasses.replace(b, slots=int32(0, 0, 0, 0, NO_SLOT), block_tables=realized(TABLES + n)) for n in (10, 20))
+    advance(dataclasses.replace(b, others=others), int32(20, 21, -1, 23, 24), h, S)
+    assert download(b.slots).tolist() == [8 + 3, 4 * 8, NO_SLOT, 7 * 8 + 1, NO_SLOT]
+    for n, other in zip((10, 20), others, strict=True):
+        assert download(other.slots).tolist() == [(1 + n) * 8 + 3, (4 + n) * 8, NO_SLOT, (7 + n) * 8 + 1, NO_SLOT]

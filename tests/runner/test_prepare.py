@@ -372,3 +372,56 @@ def test_after_drafts_nothing_is_ready_on_the_device():
     inputs.mark_advanced(1)
     inputs.fill([entry(number, 7, 6, 1) for number in (1, 2, 3)], [], S)
     assert inputs.tokens.tolist() == [106, 206, 306, 0] and inputs.positions.tolist() == [6, 6, 6, 0]
+
+
+def grouped_entry(number, length, start, count):
+    """An entry whose rows have a block in each of two groups: 20 and 21 more than ten times its number, then 22 and 23."""
+    scheduled = entry(number, length, start, count)
+    scheduled.sequence.block_table = [10 * number + 20 + i for i in range(2 * -(-(start + count) // S))]
+    return scheduled
+
+
+def test_each_group_of_layers_has_its_blocks():
+    from tinyvllm.bridge import download
+    from tinyvllm.runner.prepare import StepInputs, shape_of, split
+
+    entries = [grouped_entry(1, 20, 19, 1), grouped_entry(2, 40, 4, 30)]
+    singles, chunks = split(Schedule(entries))
+    inputs = StepInputs(shape_of(singles, chunks), M, "CPU", groups=2)
+    assert inputs.fill(singles, chunks, S) == 3, "rows of the longest table"
+    batch = inputs.batch(3)
+    decodes = batch.num_decodes
+    for group, each in enumerate((batch, *batch.others)):
+        tables, slots = download(each.block_tables), download(each.slots)
+        assert tables[0, :2].tolist() == [30 + group, 32 + group] and tables[decodes, :3].tolist() == [40 + group, 42 + group, 44 + group]
+        assert slots[0] == (32 + group) * S + 3 and set(slots[1:decodes].tolist()) == {NO_SLOT}
+        blocks = [40 + group] * 12 + [42 + group] * 16 + [44 + group] * 2
+        assert slots[decodes : decodes + 30].tolist() == [blocks[i] * S + (4 + i) % S for i in range(30)]
+        assert (download(each.tokens) == download(batch.tokens)).all() and not each.others or each is batch
+
+
+def test_a_reused_step_copies_the_new_row_of_each_group(uploads):
+    from tinyvllm.bridge import download
+    from tinyvllm.runner.prepare import Shape, StepInputs
+
+    scheduled = grouped_entry(1, 60, 31, 1)
+    inputs = StepInputs(Shape(1, 0, 0, 1), M, "CPU", groups=2)
+    inputs.fill([scheduled], [], S)
+    inputs.mark_advanced(1)
+    scheduled.start, scheduled.sequence.block_table = 32, scheduled.sequence.block_table
+    scheduled.sequence.block_table += [77, 88]
+    uploads.clear()
+    assert inputs.reuse([scheduled], S) == 3 and uploads == [1] * 4
+    for each, block in zip((inputs.batch(3), *inputs.batch(3).others), (77, 88), strict=True):
+        assert download(each.block_tables)[0, 2] == block and download(each.slots)[0] == block * S
+
+
+def test_prefixes_are_shared_group_by_group():
+    from tinyvllm.runner.prepare import Shape, StepInputs
+
+    ours, theirs = grouped_entry(1, 60, 40, 1), grouped_entry(2, 60, 40, 1)
+    theirs.sequence.block_table[0::2] = [*ours.sequence.block_table[0:4:2], 99]  # both full rows in group 0, none in group 1
+    inputs = StepInputs(Shape(2, 0, 0, 1), M, "CPU", groups=2)
+    inputs.fill([ours, theirs], [], S)
+    first, second = (group.shared.tolist() for group in inputs._of_groups)
+    assert first == [0, 2 * S] and second == [0, 0]

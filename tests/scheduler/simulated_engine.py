@@ -1,7 +1,8 @@
 """An engine of integers around a scheduler, and a model of the cache that knows the right contents of every slot.
 
 The contents of a slot represent keys and values: a number for the salt and all tokens up to there, so that a block that is shared wrongly,
-copied too late, swapped into the wrong place or overwritten while others can find it shows in the step that reads it.
+copied too late, swapped into the wrong place or overwritten while others can find it shows in the step that reads it. Each group of layers
+has its own number.
 """
 
 from __future__ import annotations
@@ -61,13 +62,15 @@ class SimulatedEngine:
         drafts: int = 0,
         ahead: bool = False,
         window: int = 0,
+        groups: tuple[int, int] = (0, 1),
         seed: int = 0,
     ) -> None:
         self.now = 1000.0
         self.random = random.Random(seed)
-        limits = SchedulerLimits(rows, max(rows, budget), longest, block_bytes=1000, preemption=preemption, window=window)
+        limits = SchedulerLimits(rows, max(rows, budget), longest, None, None, 1000, preemption, None, window, *groups)
         pool = BlockPool(blocks, size)
-        prefix = PrefixCache(pool, b"key", window=window) if caching else None
+        self.groups = limits.groups(size)
+        prefix = PrefixCache(pool, b"key", groups=self.groups) if caching else None
         host = BlockPool(hosted, size) if hosted else None
         self.scheduler = Scheduler(limits, pool, prefix, host, clock=lambda: self.now)
         self.scheduler.prefixes.inflight.min_blocks = 1  # texts are short here
@@ -182,7 +185,13 @@ class SimulatedEngine:
         if prefix is not None:
             truth = self.truth[sequence.sequence_id]
             for i, digest in enumerate(prefix.hash_blocks(sequence.token_ids(0, len(sequence)), sequence.options.cache_salt)):
-                self.meaning[digest] = truth[i * size : (i + 1) * size]
+                for group, each in enumerate(self.in_groups(digest)):
+                    self.meaning[each] = [number * 8 + group for number in truth[i * size : (i + 1) * size]]
+
+    def in_groups(self, digest: bytes) -> list[bytes]:
+        """The hashes of a row's blocks."""
+        count = self.groups.count
+        return [digest] if count == 1 else [digest[:-1] + bytes([group]) for group in range(count)]
 
     # ---- a step ----
 
@@ -263,7 +272,8 @@ class SimulatedEngine:
         free, limits = self.scheduler.pool.num_free, self.scheduler.limits
         drafted = add_drafts(self.scheduler, plan, wanted)
         assert drafted is plan or drafted.num_tokens <= limits.max_batched_tokens
-        assert self.scheduler.pool.num_free >= min(free, len(self.scheduler.running)), "blocks for the others' next tokens stay free"
+        kept = len(self.scheduler.running) * self.groups.count
+        assert self.scheduler.pool.num_free >= min(free, kept), "blocks for the others' next tokens stay free"
         for entry in drafted.entries:
             assert [*entry.drafts] == wanted[entry.sequence.sequence_id][: len(entry.drafts)]
             assert entry.start + entry.num_tokens < limits.max_model_len or not entry.drafts
@@ -271,7 +281,6 @@ class SimulatedEngine:
 
     def check_drafts(self, plan: Schedule, abort_inside: int | None) -> None:
         """The drafts are written after what is known, and read; then tokens are drawn until one is not the draft."""
-        pool = self.scheduler.pool
         rows: list[list[int]] = []  # contents of the slots of each entry's rows
         for entry in plan.entries:
             before = self.truth[entry.sequence.sequence_id][: entry.start + entry.num_tokens - len(entry.drafts)]
@@ -279,12 +288,9 @@ class SimulatedEngine:
                 before.append(self.number(before, entry.sequence, token))
             rows.append(before)
             for position in range(entry.start, len(before)):
-                slot = self.slot(entry.sequence, position)
-                assert not pool._cached[slot // pool.block_size], "a block that others can find is written"
-                self.cache[slot] = before[position]
+                self.write(entry.sequence, position, before[position])
         for entry, before in zip(plan.entries, rows, strict=True):
-            first = self.first_seen(entry.start)
-            assert [self.cache[self.slot(entry.sequence, position)] for position in range(first, len(before))] == before[first:]
+            self.check_reads(entry.sequence, entry.start, before)
         if abort_inside is not None:
             self.abort(abort_inside)
         self.scheduler.advance(plan)
@@ -326,23 +332,33 @@ class SimulatedEngine:
         self.take(sequences, 1)
         return following is not None
 
-    def slot(self, sequence: Sequence, position: int) -> int:
+    def slot(self, sequence: Sequence, position: int, group: int) -> int:
         size = self.scheduler.pool.block_size
-        return sequence.block_table[position // size] * size + position % size
+        return sequence.block_table[position // size * self.groups.count + group] * size + position % size
+
+    def write(self, sequence: Sequence, position: int, number: int) -> None:
+        pool = self.scheduler.pool
+        for group in range(self.groups.count):
+            slot = self.slot(sequence, position, group)
+            assert not pool._cached[slot // pool.block_size], "a block that others can find is written"
+            self.cache[slot] = number * 8 + group
+
+    def check_reads(self, sequence: Sequence, start: int, numbers: list[int]) -> None:
+        """What the query at `start` and those after it see of the first len(numbers) tokens."""
+        for group in range(self.groups.count):
+            first = 0 if group < self.groups.full else self.first_seen(start)
+            held = [self.cache[self.slot(sequence, position, group)] for position in range(first, len(numbers))]
+            assert held == [number * 8 + group for number in numbers[first:]], f"{sequence.sequence_id} reads what is not its own"
 
     def compute(self, plan: Schedule, turn: int) -> None:
         """What attention does: every token of the step is written, then every one before it is read."""
-        pool = self.scheduler.pool
         for entry in plan.entries:
             truth = self.truth[entry.sequence.sequence_id]
             for position in range(entry.start + turn, entry.start + turn + entry.num_tokens):
-                slot = self.slot(entry.sequence, position)
-                assert not pool._cached[slot // pool.block_size], "a block that others can find is written"
-                self.cache[slot] = truth[position]
+                self.write(entry.sequence, position, truth[position])
         for entry in plan.entries:
-            first, end = self.first_seen(entry.start + turn), entry.start + turn + entry.num_tokens
-            held = [self.cache[self.slot(entry.sequence, position)] for position in range(first, end)]
-            assert held == self.truth[entry.sequence.sequence_id][first:end], f"{entry.sequence.sequence_id} reads what is not its own"
+            start = entry.start + turn
+            self.check_reads(entry.sequence, start, self.truth[entry.sequence.sequence_id][: start + entry.num_tokens])
             self.seen["freed"] += entry.sequence.num_freed > 0
 
     def first_seen(self, position: int) -> int:
@@ -446,7 +462,7 @@ class SimulatedEngine:
                 continue
             assert sequence.status is Status.RUNNING and entry.start == sequence.num_computed and entry.num_tokens >= 1
             assert end <= len(sequence) and entry.num_logits == (end == len(sequence))
-            assert end <= len(sequence.block_table) * pool.block_size
+            assert end <= scheduler.tables.room(sequence)
         self.check_order(plan, before)
         assert not any(self.late(sequence) for sequence in self.living.values())
         ran = [s for s in scheduler.running if s.sequence_id in before and s.num_preemptions == before[s.sequence_id]]
@@ -460,7 +476,7 @@ class SimulatedEngine:
             spare = limits.max_batched_tokens - plan.num_tokens - len(plan.preempted)  # a decode that was preempted had its token
             for sequence in scheduler.running:
                 if sequence not in chosen and len(sequence) > sequence.num_computed:
-                    room = (len(sequence.block_table) + pool.num_free) * pool.block_size - sequence.num_computed
+                    room = self.groups.num_tokens(len(sequence.block_table) + pool.num_free) - sequence.num_computed
                     assert min(spare, room) < 2, "tokens and blocks, and a prompt gets nothing"
             if scheduler.waiting.has_next and scheduler._free_rows and not plan.preempted:
                 self.check_no_room()
@@ -478,9 +494,8 @@ class SimulatedEngine:
         scheduler, pool = self.scheduler, self.scheduler.pool
         first = scheduler.waiting.first()
         found = scheduler.prefixes.match(first)
-        assert scheduler.tables.missing(first, found) + 1 + scheduler.borrowed.num_wanted > pool.num_free, (
-            "a row and room, and none is admitted"
-        )
+        needed = scheduler.tables.missing(first, found) + self.groups.count + scheduler.borrowed.num_wanted
+        assert needed > pool.num_free, "a row and room, and none is admitted"
         scheduler.prefixes.give_back(found)
 
     def check_followers(self) -> None:
@@ -504,7 +519,8 @@ class SimulatedEngine:
         assert scheduler.waiting.num_tokens == sum(map(len, waiting))
         self.check_followers()
         assert scheduler.running == sorted(scheduler.running, key=rank_of)
-        held = Counter(block for s in scheduler.running for block in s.block_table[s.num_freed :])
+        full, count = self.groups.full, self.groups.count
+        held = Counter(b for s in scheduler.running for i, b in enumerate(s.block_table) if i % count < full or i // count >= s.num_freed)
         self.check_windows()
         held += Counter(scheduler._copies) + Counter((self.loan and self.loan.held) or ())
         assert [pool.reference_count(block) for block in range(pool.num_blocks)] == [held[block] for block in range(pool.num_blocks)]
@@ -513,7 +529,7 @@ class SimulatedEngine:
         assert sorted([*rows, *scheduler._free_rows]) == list(range(scheduler.limits.max_num_seqs))
         for sequence in scheduler.running:
             assert sequence.status is Status.RUNNING and not sequence.host_table
-            assert sequence.num_computed <= len(sequence.block_table) * pool.block_size
+            assert sequence.num_computed <= scheduler.tables.room(sequence) and not len(sequence.block_table) % count
         for sequence in (*waiting, *scheduler._paused, *asleep):
             assert sequence.status is Status.WAITING
             assert sequence.block_table == [] and sequence.row == -1 and sequence.num_computed == 0
@@ -528,7 +544,7 @@ class SimulatedEngine:
         scheduler, window, size = self.scheduler, self.scheduler.limits.window, self.scheduler.pool.block_size
         step = max(scheduler.limits.max_batched_tokens, self.rounds, self.drafts)
         for sequence in scheduler.running:
-            held = len(sequence.block_table) - sequence.num_freed
+            held = len(sequence.block_table) // self.groups.count - sequence.num_freed
             assert not sequence.num_freed if not window else held <= -(-(window + step) // size) + 2, "blocks that left the window are held"
 
     def late(self, sequence: Sequence) -> bool:

@@ -33,10 +33,11 @@ class Machine(RuleBasedStateMachine):
         rows=st.integers(1, 6), budget=st.integers(1, 24), longest=st.integers(2, 40), blocks=st.integers(1, 12), size=st.integers(1, 5),
         hosted=st.sampled_from((0, 4, 30)), caching=st.booleans(), preemption=st.sampled_from((None, "swap", "recompute")),
         rounds=st.sampled_from((1, 3)), ahead=st.booleans(), drafts=st.sampled_from((0, 0, 7)), window=st.sampled_from((0, 0, 1, 4, 9)),
-        seed=st.integers(0, 99),
+        groups=st.sampled_from(((0, 1), (0, 1), (1, 1), (1, 3), (2, 1))), seed=st.integers(0, 99),
     )  # fmt: skip
-    def build(self, seed: int, **options) -> None:
-        self.engine = SimulatedEngine(**options, seed=seed)
+    def build(self, seed: int, blocks: int, window: int, groups: tuple[int, int], **options) -> None:
+        groups = groups if window else (0, 1)
+        self.engine = SimulatedEngine(**options, blocks=blocks * sum(groups), window=window, groups=groups, seed=seed)
         self.engine.scheduler.rates.observe_step(100, 1.0)
         self.random = random.Random(seed)
 
@@ -92,17 +93,28 @@ KINDS = {
     "window, swap, few host blocks, cached": dict(window=10, hosted=5, preemption="swap", caching=True),
     "window, swap, rounds": dict(window=7, hosted=40, preemption="swap", rounds=4),
     "window, ahead, drafts, cached": dict(window=9, ahead=True, drafts=7, caching=True),
+    "groups, cached": dict(window=7, groups=(1, 1), caching=True),
+    "groups, swap, few host blocks, cached": dict(window=10, groups=(1, 3), hosted=20, preemption="swap", caching=True),
+    "groups, swap, rounds": dict(window=7, groups=(2, 1), hosted=120, preemption="swap", rounds=4),
+    "groups, ahead, drafts, cached": dict(window=9, groups=(1, 2), ahead=True, drafts=7, caching=True),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(3))
+SEEDS = [
+    pytest.param(k, s, marks=[pytest.mark.long] * (k.startswith("groups") and (s, k) != (0, "groups, cached")))
+    for s in range(3)
+    for k in KINDS
+]
+
+
+@pytest.mark.parametrize("kind, seed", SEEDS)
 def test_long_runs_under_pressure(kind: str, seed: int) -> None:
     """Long answers in few blocks, so that preemption is the rule; forks, beams, terms, loans, queue limits."""
     rng = random.Random(repr((seed, kind)))
     size, blocks = rng.randint(1, 6), rng.randint(8, 16)
     room = size * blocks
-    engine = SimulatedEngine(rng.randint(3, 8), rng.randint(2, 40), room * rng.randint(3, 5) // 4, blocks, size, seed=seed, **KINDS[kind])
+    total = blocks * sum(KINDS[kind].get("groups", (0, 1)))
+    engine = SimulatedEngine(rng.randint(3, 8), rng.randint(2, 40), room * rng.randint(3, 5) // 4, total, size, seed=seed, **KINDS[kind])
     engine.scheduler.limits = replace(engine.scheduler.limits, max_queued_reqs=12, max_queued_tokens=room * 4)
     engine.scheduler.rates.observe_step(1, 0.02)
     crowd = 3 if "ahead" in kind else 20  # what runs ahead wants quiet
@@ -115,7 +127,7 @@ def test_long_runs_under_pressure(kind: str, seed: int) -> None:
         elif dice < 0.315:
             engine.abort(rng.randrange(99))
         elif dice < 0.34 and engine.loan is None:
-            engine.loan = Loan(rng.randint(1, blocks // 2), rng.randint(1, 6))
+            engine.loan = Loan(rng.randint(1, total // 2), rng.randint(1, 6))
         elif dice < 0.36:
             engine.now += rng.choice((0.1, 5.0))
         else:

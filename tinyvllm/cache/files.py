@@ -174,7 +174,7 @@ def load(folder: str | Path, cache: PrefixCache, layout: Layout, write_block: Ca
     loaded.stored = dict(reversed(loaded.stored.items()))
     with _Reader(layout.bytes_per_block) as reader:
         for entry in _chained(newest):
-            if entry.path in broken or cache.known([entry.hash]):
+            if entry.path in broken or cache.entry(entry.hash) is not None:
                 continue
             try:
                 data = reader.read(entry)

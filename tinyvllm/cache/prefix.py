@@ -3,6 +3,9 @@
 A full block is known by a keyed hash of the hash before it and of its tokens, so that one lookup identifies the whole prefix; the chain
 begins with the hash of a salt. The chaining is that of vLLM's automatic prefix caching; BLAKE2b (RFC 7693) is keyed, so that two prefixes
 that collide cannot be made without the key. Not thread-safe.
+
+Where layers form several groups, each block of a row of a table is cached by itself: its hash is that of the row with the group's number as
+the last byte, and the chain of rows is that of group 0.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from hashlib import blake2b
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.cache.listener import CacheListener
 from tinyvllm.errors import ArgumentError, FormatError
-from tinyvllm.windows import Window
+from tinyvllm.windows import BlockGroups, Window
 
 HASH_BYTES = 16
 KEY_BYTES = 64  # the longest key of BLAKE2b
@@ -53,17 +56,19 @@ class PrefixCache:
     """The index over a pool's cached blocks; the pool's callback removes what it evicts.
 
     A block belongs to the owner whose sequence computed it; one that came from disk, or from an unknown caller, has no owner (None).
-    Where queries see a `window` of tokens, a prefix is found if the blocks are cached that the query after it sees.
+    A prefix is found if the blocks of all `groups` are cached that the query after it sees; without `groups` there is one, which sees all.
+    What is found is a table (`BlockGroups`), with the scratch block in place of those before the window.
     A block of 16 tokens takes about 250 bytes of host memory here, and each of the `remembered` hashes of evicted blocks about 220.
     `queries` and `hits` count tokens, `evictions` blocks; none of them ever falls.
     """
 
-    def __init__(self, pool: BlockPool, key: bytes, remembered: int = 65536, window: int = 0) -> None:
+    def __init__(self, pool: BlockPool, key: bytes, remembered: int = 65536, groups: BlockGroups | None = None) -> None:
         if len(key) > KEY_BYTES:
             raise ArgumentError(f"PrefixCache: the key must be at most {KEY_BYTES} bytes, got {len(key)}")
         assert pool.on_evict is None, "PrefixCache: the pool has one already"
         pool.on_evict = self._evicted
-        self.pool, self.window = pool, Window(window, pool.block_size)
+        self.pool, self.groups = pool, groups or BlockGroups(Window(0, pool.block_size))
+        self._numbers = [bytes([group]) for group in range(self.groups.count)] if self.groups.count > 1 else []  # last bytes of hashes
         self.on_insert: Callable[[bytes], None] | None = None  # called with the hash of every block that becomes findable
         self.listener: CacheListener | None = None
         self.queries = self.hits = self.evictions = 0
@@ -94,55 +99,79 @@ class PrefixCache:
         """Append to the hashes of a sequence those of its next blocks, up to `num_full_blocks`; `tokens_of(start, stop)` are its tokens."""
         if len(hashes) >= num_full_blocks:
             return
-        size, pack, keyed = self.pool.block_size, self._packing.pack, self._keyed.copy
+        size, pack, keyed, numbers = self.pool.block_size, self._packing.pack, self._keyed.copy, self._numbers
         parent = hashes[-1] if hashes else self._root(salt)
         for start in range(len(hashes) * size, num_full_blocks * size, size):
             hash = keyed()
             hash.update(parent + pack(*tokens_of(start, start + size)))
             parent = hash.digest()
+            if numbers:
+                parent = parent[:-1] + numbers[0]
             hashes.append(parent)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest prefix that is cached, each with one reference more; the scratch block for those before the window."""
+        """The table of the longest prefix that is cached, each block with one reference more but those before the window."""
         blocks = self.find(hashes)
         self.pool.pin(self.held(blocks))
         return blocks
 
     def held(self, found: list[int]) -> list[int]:
         """Of the blocks that `match` has given, those that have a reference more."""
-        return found[self.window.first_block(len(found) * self.pool.block_size) :]
+        return self.groups.held(found, self.groups.window.first_block(self.groups.num_tokens(len(found))))
 
     def known(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks `match` would find."""
-        return len(self.find(hashes))
+        """How many leading blocks of each group `match` would find."""
+        return self.groups.num_rows(self.find(hashes))
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks that `match` would give; takes no reference and leaves the order of eviction as it is."""
-        if self.window.tokens:
-            return self._find_within_window(hashes)
-        found: list[int] = []
-        get = self._blocks.get
-        for digest in hashes:
-            if (block := get(digest)) is None:
-                break
-            found.append(block)
-        return found
+        """The table that `match` would give; takes no reference and leaves the order of eviction as it is."""
+        groups = self.groups
+        if not groups.window.tokens:
+            return self._leading([hashes])[0]
+        full = self._leading([self._in_group(hashes, group) for group in range(groups.full)])
+        reach = hashes[: len(full[0])] if full else hashes
+        if not self._numbers:
+            return self._find_within_window([reach])[0]
+        windowed = self._find_within_window([self._in_group(reach, group) for group in range(groups.full, groups.count)])
+        return [block for row in zip(*full, *windowed) for block in row]  # as long as the windowed ones
 
-    def _find_within_window(self, hashes: Sequence[bytes]) -> list[int]:
-        """From the right, as vLLM does: where a block is missing that the query after a prefix sees, the prefix must end before it."""
-        get, size, first_block = self._blocks.get, self.pool.block_size, self.window.first_block
-        stop = at = len(hashes)
+    def _leading(self, hashes: list[Sequence[bytes]]) -> list[list[int]]:
+        """The leading blocks of groups that see all tokens, by each group's hashes: as many as all of them have."""
+        get, found = self._blocks.get, list[list[int]]()
+        for each in hashes:
+            blocks: list[int] = []
+            for digest in each[: len(found[-1])] if found else each:
+                if (block := get(digest)) is None:
+                    break
+                blocks.append(block)
+            found.append(blocks)
+        return [blocks[: len(found[-1])] for blocks in found]
+
+    def _find_within_window(self, hashes: list[Sequence[bytes]]) -> list[list[int]]:
+        """From the right, as vLLM does: where a block is missing that the query after a prefix sees, the prefix must end before it. By each
+        windowed group's hashes, the scratch block in place of those before the window.
+        """
+        get, size, first_block = self._blocks.get, self.pool.block_size, self.groups.window.first_block
+        stop = at = len(hashes[0])
         first = first_block(stop * size)
-        found: list[int] = []  # blocks at to stop - 1, the last first
         while at > first:
             at -= 1
-            if (block := get(hashes[at])) is None:
-                stop, first = at, first_block(at * size)
-                found.clear()
-            else:
-                found.append(block)
-        found.reverse()
-        return [self.pool.scratch_block] * first + found
+            for each in hashes:
+                if each[at] not in self._blocks:
+                    stop, first = at, first_block(at * size)
+                    break
+        before = [self.pool.scratch_block] * first
+        return [before + [get(digest, 0) for digest in each[first:stop]] for each in hashes]
+
+    def _in_group(self, hashes: Sequence[bytes], group: int) -> Sequence[bytes]:
+        """The hashes of rows in one of several groups."""
+        return [digest[:-1] + self._numbers[group] for digest in hashes] if group else hashes
+
+    def _group_of(self, digest: bytes) -> int | None:
+        return digest[-1] if self._numbers else None
+
+    def _of_group_0(self, digest: bytes) -> bytes:
+        return digest[:-1] + self._numbers[0] if self._numbers else digest
 
     def count(self, queried: int, hit: int) -> None:
         """`hit` of `queried` tokens of a request were found. Apart from `match`, since one that comes back counts once."""
@@ -160,7 +189,8 @@ class PrefixCache:
         owner: str | None = None,
         adapter: str | None = None,
     ) -> None:
-        """Blocks start..stop of a held table, computed whole, can be found from now on; where a hash is known its older block stays.
+        """Rows start..stop of a held table, computed whole, can be found from now on; where a hash is known its older block stays. The
+        scratch block is in the place of what was not computed.
 
         `tokens_of(start, stop)` are the sequence's tokens and `salt` its salt, as they were for `extend`; `owner` may read the tokens
         in an explanation, and `adapter` is the name of the adapter that computed them.
@@ -168,13 +198,14 @@ class PrefixCache:
         if start >= stop:
             return
         size, pack, blocks = self.pool.block_size, self._packing.pack, self._blocks
-        parent = hashes[start - 1] if start else self._root(salt)
-        for i in range(start, stop):
-            digest = hashes[i]
-            if digest not in blocks:
-                self.pool.keep(table[i])
-                self._insert(digest, parent, pack(*tokens_of(i * size, (i + 1) * size)), table[i], owner, adapter, begins=i == 0)
-            parent = digest
+        parents = [hashes[start - 1] if start else self._root(salt), *hashes[start : stop - 1]]
+        rows = hashes[start:stop]
+        for group in range(self.groups.count):
+            for i, digest, parent in zip(range(start, stop), self._in_group(rows, group), self._in_group(parents, group), strict=True):
+                block = table[i * self.groups.count + group]
+                if digest not in blocks and block != self.pool.scratch_block:
+                    self.pool.keep(block)
+                    self._insert(digest, parent, pack(*tokens_of(i * size, (i + 1) * size)), block, owner, adapter, begins=i == 0)
 
     def adopt(self, hash: bytes, parent: bytes, tokens: bytes) -> int | None:
         """A free block for an entry of an earlier cache, cached without a reference and older than all others; the caller fills it.
@@ -182,11 +213,12 @@ class PrefixCache:
         None where every block is held or cached, or the hash is known already. FormatError where hash, parent and tokens do not belong
         together under this cache's key.
         """
-        if len(tokens) != self._packing.size or self._digest(parent, tokens) != hash:
+        if len(tokens) != self._packing.size or not self._belongs(hash, parent, tokens):
             raise FormatError("PrefixCache: an entry's hash is not that of its tokens under this key; start with an empty cache folder")
         if hash in self._blocks or (block := self.pool.adopt()) is None:
             return None
-        self._insert(hash, parent, tokens, block, None, None, begins=parent == self._no_salt)  # which hashes are salts, no file says
+        begins = self._of_group_0(parent) == self._no_salt  # which hashes are salts, no file says
+        self._insert(hash, parent, tokens, block, None, None, begins)
         return block
 
     def entry(self, hash: bytes) -> Entry | None:
@@ -215,7 +247,7 @@ class PrefixCache:
         digest = self._hashes[block]
         self._forget(block)
         if self.listener is not None:
-            self.listener.removed(digest)
+            self.listener.removed(digest, self._group_of(digest))
 
     def reset(self) -> None:
         """Forget every block, also those that are held, and what was evicted; the counters stay."""
@@ -238,7 +270,7 @@ class PrefixCache:
         """
         hashes = self.hash_blocks(token_ids, salt)
         hit = self.known(hashes)
-        evicted = sum(digest in self._gone for digest in hashes[hit:])
+        evicted = sum(any(self._in_group([digest], g)[0] in self._gone for g in range(self.groups.count)) for digest in hashes[hit:])
         parent = hashes[hit - 1] if hit else self._root(salt)
         start = hit * self.pool.block_size
         ours = list(token_ids[start : start + self.pool.block_size])
@@ -269,8 +301,8 @@ class PrefixCache:
 
     def _report(self, listener: CacheListener, digest: bytes, block: int) -> None:
         parent, begins = self._parents[block], self._begins[block]
-        salt = parent if begins and parent != self._no_salt else None
-        listener.stored(digest, None if begins else parent, self._tokens[block], salt, self._adapters[block])
+        salt = parent if begins and self._of_group_0(parent) != self._no_salt else None
+        listener.stored(digest, None if begins else parent, self._tokens[block], salt, self._adapters[block], self._group_of(digest))
 
     def _forget(self, block: int) -> None:
         self.pool.forget(block)
@@ -286,7 +318,7 @@ class PrefixCache:
         if len(self._gone) > self._remembered:
             self._gone.popitem(last=False)
         if self.listener is not None:
-            self.listener.removed(digest)
+            self.listener.removed(digest, self._group_of(digest))
 
     def _clear(self, block: int) -> None:
         self._hashes[block] = self._parents[block] = self._tokens[block] = b""
@@ -295,9 +327,14 @@ class PrefixCache:
     def _root(self, salt: str | None) -> bytes:
         # marked as a salt: or one of a block's length could be made equal to a block's parent and tokens
         text = (salt or "").encode("utf-8", "surrogatepass")
-        return blake2b(text, key=self._key, digest_size=HASH_BYTES, person=b"salt").digest()
+        return self._of_group_0(blake2b(text, key=self._key, digest_size=HASH_BYTES, person=b"salt").digest())
 
-    def _digest(self, parent: bytes, tokens: bytes) -> bytes:
-        hash = self._keyed.copy()
-        hash.update(parent + tokens)
-        return hash.digest()
+    def _belongs(self, hash: bytes, parent: bytes, tokens: bytes) -> bool:
+        """Whether a hash is that of tokens after a parent, in the same group."""
+        digest = self._keyed.copy()
+        digest.update(self._of_group_0(parent) + tokens)
+        expected = digest.digest()
+        if self._numbers:
+            group = hash[-1:]
+            return group in self._numbers and parent[-1:] == group and expected[:-1] + group == hash
+        return expected == hash

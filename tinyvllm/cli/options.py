@@ -100,7 +100,7 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     ),
     (
         "--disable-hybrid-kv-cache-manager",
-        {"action": argparse.BooleanOptionalAction, "help": "keep KV blocks that have left the sliding window of every layer"},
+        {"action": argparse.BooleanOptionalAction, "help": "keep KV blocks that have left the sliding window of their layers"},
     ),
     ("--swap-space", {"metavar": "SIZE", "help": "host memory for the blocks of preempted sequences, such as 4GiB"}),
     ("--preemption-mode", {"metavar": "M", "help": "recompute or swap; default: the cheaper one"}),

@@ -91,8 +91,7 @@ class Engine:
         from tinyvllm.sampling.sampler import Sampler  # tinygrad comes with it
 
         config, runner = self.config, self.runner
-        block_bytes = runner.block_bytes
-        costs = Costs(runner.bytes_per_token, block_bytes // config.block_size, lambda: memory_bandwidth(config.device))
+        costs = Costs(runner.bytes_per_token, runner.kv_token_bytes, lambda: memory_bandwidth(config.device))
         self.stats = EngineStats(self.metrics, costs, scheduler, lambda: runner.capture_work().count, runner.architecture)
         if self.energy is not None:
             self.stats.bill = self.energy.bill
@@ -103,7 +102,7 @@ class Engine:
         self.adapters = Adapters(runner.adapters, self.requests.adapters_in_use)
         self.scoring = PromptScoring(self.requests, config.max_num_batched_tokens)
         self.requests.on_failure = self.scoring.remove
-        self.segments = Segments(scheduler, block_bytes, self.observer)
+        self.segments = Segments(scheduler, runner.block_bytes, self.observer)
         self.stages = Stages(runner, self.sampler, self.constraints, self.requests, self.scoring, self.observer)
         run_ahead = runner.overlaps if config.async_scheduling is None else config.async_scheduling
         self.loop: StepLoop = new_loop(self.stages, config.num_scheduler_steps, run_ahead, config.pipeline_parallel_size)

@@ -126,8 +126,9 @@ class PrefixStore:
 def identity(runner: Runner, config: EngineConfig, weights: str) -> bytes:
     """All that the bits of keys and values depend on: weights (their digest), dtypes, kernels, and the meaning of positions."""
     options = [config.load_format, config.dtype, runner.weight_identity, config.max_model_len, config.kv_cache_dtype]
+    groups = [runner.groups.layers] if runner.groups.blocks.count > 1 else []
     machine = [runner.placement.kind, runner.variants(), os.environ.get("TINYVLLM_KERNELS"), VERSION]
-    return json.dumps([weights, str(runner.dtype), *options, *machine]).encode()
+    return json.dumps([weights, str(runner.dtype), *options, *groups, *machine]).encode()
 
 
 def _blocks_at_a_time(pool: KVPool) -> int:

@@ -77,7 +77,7 @@ class Segment:
     def blocks(self) -> int:
         """KV blocks that it holds in addition to those of the segment before it; 0 once it was released."""
         size = self.segments.block_size
-        return min(len(self.table), self.end // size - self._start // size)
+        return self.segments.groups.num_seen(self.end // size, self._start // size) if self.table else 0
 
     @property
     def bytes(self) -> int:
@@ -154,7 +154,7 @@ class Segments:
 
     def __init__(self, scheduler: Scheduler, block_bytes: int, observer: EngineObserver):
         pool = scheduler.pool
-        self.block_size, self.block_bytes = pool.block_size, block_bytes
+        self.block_size, self.block_bytes, self.groups = pool.block_size, block_bytes, scheduler.tables.groups
         needed = scheduler.tables.most_blocks(scheduler.limits.max_model_len)
         self.max_blocks = pool.num_blocks - min(needed, -(-pool.num_blocks // 2))
         self.submit: Callable[[Callable[[], None]], None] = lambda function: function()
@@ -207,9 +207,9 @@ class Segments:
         assert prefix is not None and not segment.held
         hashes = prefix.hash_blocks(segment.context, segment.cache_salt)
         found = prefix.match(hashes)
-        table, needed = prefix.held(found), len(hashes) - prefix.window.first_block(len(hashes) * self.block_size)
+        table, needed = prefix.held(found), self.groups.num_seen(len(hashes))
         num_more = needed - sum(block in pinned for block in table)
-        complete = len(found) == len(hashes) and len(pinned) + num_more <= self.max_blocks
+        complete = self.groups.num_rows(found) == len(hashes) and len(pinned) + num_more <= self.max_blocks
         self._observer.segment_tried(segment.number, segment.context, segment.cache_salt, complete)
         if not complete:
             prefix.pool.release(table)

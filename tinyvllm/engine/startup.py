@@ -56,9 +56,8 @@ def load_runner(config: EngineConfig, progress: Progress | None, opened: OpenedM
             raise
         raise OutOfMemoryError(f"engine: memory ran out while the model was loaded ({error}); {headroom()}; {_ADVICE}") from error
     log_division(runner, drafter)
-    chosen = config.speculative_config
-    if all(runner.windows) and not (runner.freed_window.tokens or config.disable_hybrid_kv_cache_manager) and chosen is not None:
-        log.warning("windows: blocks stay until their sequence ends, because the heads of %s have an entry for every token", chosen.method)
+    if runner.groups.kept:
+        log.warning("windows: blocks stay until their sequence ends, because %s", runner.groups.kept)
     if config.max_model_len is None and runner.max_model_len < runner.config.max_context:
         text = (
             "the context is %d tokens by default, the model allows %d: --max-model-len sets another, --num-blocks or --kv-memory the cache"
@@ -103,7 +102,7 @@ def eos_ids_of(config: dict[str, object]) -> tuple[int, ...]:
 
 def new_scheduler(config: EngineConfig, runner: Runner, store: PrefixStore | None, clock: Callable[[], float]) -> Scheduler:
     """A scheduler over the runner's blocks, with a prefix cache that has the blocks of `store`."""
-    blocks = runner.pool
+    blocks, groups = runner.pool, runner.groups.blocks
     limits = SchedulerLimits(
         config.max_num_seqs,
         config.max_num_batched_tokens,
@@ -113,11 +112,13 @@ def new_scheduler(config: EngineConfig, runner: Runner, store: PrefixStore | Non
         blocks.block_bytes,
         config.preemption_mode,
         config.step_seconds,
-        runner.freed_window.tokens,
+        groups.window.tokens,
+        groups.full,
+        groups.windowed,
     )
     pool, prefix = BlockPool(blocks.num_blocks, config.block_size), None
     if config.enable_prefix_caching:
-        prefix = PrefixCache(pool, store.key if store else secrets.token_bytes(32), window=limits.window)
+        prefix = PrefixCache(pool, store.key if store else secrets.token_bytes(32), groups=groups)
         if store is not None:
             store.restore(prefix)
     host = BlockPool(runner.swap_blocks, config.block_size) if runner.swap_blocks else None
@@ -128,7 +129,7 @@ def cache_facts(config: EngineConfig, scheduler: Scheduler) -> dict[str, object]
     """The configuration of the KV cache, as the metrics name it. The concurrency is in sequences of the longest context."""
     num_blocks, needed = scheduler.pool.num_blocks, scheduler.tables.most_blocks(scheduler.limits.max_model_len)
     return {
-        "kv_cache_size_tokens": num_blocks * config.block_size,
+        "kv_cache_size_tokens": scheduler.tables.groups.num_tokens(num_blocks),
         "kv_cache_max_concurrency": round(num_blocks / needed, 2),
         "block_size": config.block_size,
         "cache_dtype": config.kv_cache_dtype,

@@ -25,13 +25,15 @@ class BlockStored:
     hashes: list[bytes] = field(default_factory=list)
     tokens: list[bytes] = field(default_factory=list)
     adapter: str | None = None
+    group: int | None = None
 
 
 @dataclass(slots=True)
 class BlockRemoved:
-    """Blocks that can no longer be found."""
+    """Blocks of one group that can no longer be found."""
 
     hashes: list[bytes] = field(default_factory=list)
+    group: int | None = None
 
 
 @dataclass(slots=True)
@@ -48,18 +50,20 @@ class EventCollector:
     def __init__(self) -> None:
         self._events: list[Event] = []
 
-    def stored(self, hash: bytes, parent: bytes | None, tokens: bytes, salt: bytes | None, adapter: str | None = None) -> None:
+    def stored(
+        self, hash: bytes, parent: bytes | None, tokens: bytes, salt: bytes | None, adapter: str | None = None, group: int | None = None
+    ) -> None:
         last = self._events[-1] if self._events else None
         if not (isinstance(last, BlockStored) and parent is not None and last.hashes[-1] == parent):
-            last = BlockStored(parent, salt, adapter=adapter)
+            last = BlockStored(parent, salt, adapter=adapter, group=group)
             self._events.append(last)
         last.hashes.append(hash)
         last.tokens.append(tokens)
 
-    def removed(self, hash: bytes) -> None:
+    def removed(self, hash: bytes, group: int | None = None) -> None:
         last = self._events[-1] if self._events else None
-        if not isinstance(last, BlockRemoved):
-            last = BlockRemoved()
+        if not isinstance(last, BlockRemoved) or last.group != group:
+            last = BlockRemoved(group=group)
             self._events.append(last)
         last.hashes.append(hash)
 
@@ -86,8 +90,9 @@ def _event_map(event: Event, block_size: int) -> dict[str, Any]:
     if isinstance(event, AllBlocksCleared):
         return {"type": "AllBlocksCleared"}
     hashes = [public_hash(hash) for hash in event.hashes]
+    group = {} if event.group is None else {"group_idx": event.group}
     if isinstance(event, BlockRemoved):
-        return {"type": "BlockRemoved", "block_hashes": hashes, "medium": MEDIUM}
+        return {"type": "BlockRemoved", "block_hashes": hashes, "medium": MEDIUM, **group}
     result: dict[str, Any] = {
         "type": "BlockStored",
         "block_hashes": hashes,
@@ -97,6 +102,7 @@ def _event_map(event: Event, block_size: int) -> dict[str, Any]:
         "lora_id": None,
         "medium": MEDIUM,
         "lora_name": event.adapter,
+        **group,
     }
     if event.salt is not None:  # a digest: a salt may be derived from an API key, which a subscriber could search for
         result["extra_keys"] = [[event.salt.hex()], *[None] * (len(hashes) - 1)]

@@ -186,9 +186,9 @@ class Llama(Transformer):
         x = batch.arrived if batch.arrived is not None else self._embedded(batch)
         states = [x]
         rotations = self._rotations(rope[batch.positions])
-        attention = PagedAttention(batch, caches[0].S)
+        attentions = [PagedAttention(each, caches[0].S) for each in (batch, *batch.others)]
         for block, cache in zip(self.blk, caches, strict=True):
-            x = block.forward_batch(x, batch, attention, cache, rotations)
+            x = block.forward_batch(x, batch.of(cache), attentions[cache.group], cache, rotations)
             states.append(x)
         return states
 

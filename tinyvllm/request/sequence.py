@@ -32,8 +32,8 @@ class Sequence:
     output_token_ids: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
     finish_reason: str | None = None
-    block_table: list[int] = field(default_factory=list)
-    num_freed: int = 0  # leading blocks of the table that have left the window and are no longer held
+    block_table: list[int] = field(default_factory=list)  # row by row (windows.py)
+    num_freed: int = 0  # leading rows of the table that have left the window: their windowed blocks are no longer held
     num_computed: int = 0
     num_preemptions: int = 0
     num_swaps: int = 0  # preemptions that kept its blocks on the host
@@ -41,7 +41,7 @@ class Sequence:
     options: RequestOptions = field(default_factory=RequestOptions)
     arrival: float = 0.0  # seconds of time.monotonic
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks of known tokens, as far as they were needed
-    num_published: int = 0  # leading blocks that are in the prefix cache's index
+    num_published: int = 0  # leading rows of the table that are in the prefix cache's index
     num_cached: int = 0  # tokens found in the prefix cache at first admission
     host_table: list[int] = field(default_factory=list)  # host blocks that hold what was swapped out
     num_swapped: int = 0  # tokens in them
@@ -65,11 +65,6 @@ class Sequence:
         """One token of prompt and output joined."""
         prompt = len(self.prompt_token_ids)
         return self.prompt_token_ids[position] if position < prompt else self.output_token_ids[position - prompt]
-
-    @property
-    def held_blocks(self) -> list[int]:
-        """The blocks of its table that it holds."""
-        return self.block_table[self.num_freed :] if self.num_freed else self.block_table
 
     @property
     def finished(self) -> bool:

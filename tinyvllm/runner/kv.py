@@ -1,8 +1,11 @@
-"""The KV pool on the device: one tensor of blocks a layer (`LayerCache`), the last block being scratch for padded rows."""
+"""The KV pool on the device: one tensor of blocks a layer (`LayerCache`), the last block being scratch for padded rows. Where layers form
+groups, layer i of every group has the same tensor, and a block belongs to one group at a time.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -17,6 +20,8 @@ from tinyvllm.ops.copy import copy_blocks
 from tinyvllm.placement import Placement
 from tinyvllm.weights.mapping import allocate
 from tinyvllm.weights.memory import adopt
+
+Layers = Sequence[Sequence[int]]  # of each group
 
 
 @dataclass(frozen=True)
@@ -53,14 +58,18 @@ class BlockShape:
 
 
 class KVPool:
-    """`num_blocks` usable blocks and the scratch block after them; all zero at first, so that masked values are finite."""
+    """`num_blocks` usable blocks and the scratch block after them; all zero at first, so that masked values are finite. `layers` has a
+    cache a layer; `groups` are the layers of each group, None for one group of all.
+    """
 
-    def __init__(self, layers: int, num_blocks: int, block_size: int, block: BlockShape, device: str):
+    def __init__(self, layers: int, num_blocks: int, block_size: int, block: BlockShape, device: str, groups: Layers | None = None):
         self.num_blocks, self.block_size, self.block, self.device = num_blocks, block_size, block, device
+        groups = groups or [range(layers)]
         self._memory: list[np.ndarray] = []  # [P, bytes] a layer, if it is in host memory
         self._copying: dict[int, tuple[Tensor, Tensor, Captured]] = {}  # pairs, their count and the copy, by the maximum of pairs
-        pools = [self._zeros((num_blocks + 1, *block.shape), block.dtype, device) for _ in range(layers)]
-        self.layers = [LayerCache(pool, alias(pool), block.packed, block.latent) for pool in pools]
+        pools = [self._zeros((num_blocks + 1, *block.shape), block.dtype, device) for _ in range(max(map(len, groups)))]
+        self._caches = [LayerCache(pool, alias(pool), block.packed, block.latent) for pool in pools]
+        self.layers = self._by_layer(layers, groups, lambda cache: [alias(cache.keys), alias(cache.keys)])
 
     def _zeros(self, shape: tuple[int, ...], dtype: DType, device: str) -> Tensor:
         if not Placement(device).is_cpu:
@@ -71,10 +80,18 @@ class KVPool:
         self._memory.append(memory.view(np.uint8).reshape(shape[0], -1))
         return adopt(memory.view(storage).reshape(shape), device, dtype)
 
+    def _by_layer(self, layers: int, groups: Layers, other: Callable[[LayerCache], list[Tensor]]) -> list[LayerCache]:
+        """The cache of each layer; `other` makes the tensors of a group after the first: in a step they are independent of the first's."""
+        found: dict[int, LayerCache] = {}
+        for group, members in enumerate(groups):
+            for layer, cache in zip(members, self._caches):
+                found[layer] = replace(cache.after(*other(cache)), group=group) if group else cache
+        return [found[layer] for layer in range(layers)]
+
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers."""
-        return len(self.layers) * self._layer_bytes
+        """Bytes of one block in all layers of a group."""
+        return len(self._caches) * self._layer_bytes
 
     @property
     def _layer_bytes(self) -> int:
@@ -82,26 +99,26 @@ class KVPool:
 
     def read(self, blocks: list[int]) -> np.ndarray:
         """The contents of blocks as uint8 [n, block_bytes], layer by layer, once what is in flight has run."""
-        data = np.empty((len(blocks), len(self.layers), self._layer_bytes), np.uint8)
+        data = np.empty((len(blocks), len(self._caches), self._layer_bytes), np.uint8)
         if self._memory:
             synchronize(self.device)
             for layer, memory in enumerate(self._memory):
                 data[:, layer] = memory[blocks]
         else:
-            for layer, cache in enumerate(self.layers):
+            for layer, cache in enumerate(self._caches):
                 for n, part in enumerate(byte_spans(cache.keys, self._byte_ranges(blocks))):
                     data[n, layer] = download(part)
         return data.reshape(len(blocks), -1)
 
     def write(self, blocks: list[int], data: np.ndarray) -> None:
         """Write what `read` returned into other blocks, after what is in flight."""
-        data = data.reshape(len(blocks), len(self.layers), self._layer_bytes)
+        data = data.reshape(len(blocks), len(self._caches), self._layer_bytes)
         if self._memory:
             synchronize(self.device)
             for layer, memory in enumerate(self._memory):
                 memory[blocks] = data[:, layer]
             return
-        for layer, cache in enumerate(self.layers):
+        for layer, cache in enumerate(self._caches):
             for n, part in enumerate(byte_spans(cache.keys, self._byte_ranges(blocks))):
                 upload(part, data[n, layer])
 
@@ -130,7 +147,7 @@ class KVPool:
         table, count = copied(np.zeros((capacity, 2), np.int32), self.device), copied(np.zeros(1, np.int32), self.device)
 
         def function() -> Tensor:
-            pools = [copy_blocks(cache.keys, table, count) for cache in self.layers]
+            pools = [copy_blocks(cache.keys, table, count) for cache in self._caches]
             Tensor.realize(*pools)
             return count
 
@@ -143,8 +160,13 @@ class KVPool:
 class KVOutline(KVPool):
     """A pool that takes no memory: its layers are empty tensors, for steps that are called where nothing is launched."""
 
-    def __init__(self, layers: int, num_blocks: int, block_size: int, block: BlockShape, device: str):
+    def __init__(self, layers: int, num_blocks: int, block_size: int, block: BlockShape, device: str, groups: Layers | None = None):
         self.num_blocks, self.block_size, self.block, self.device = num_blocks, block_size, block, device
-        shape = num_blocks + 1, *block.shape
-        pools = [[Tensor.empty(*shape, dtype=block.dtype, device=device) for _ in range(2)] for _ in range(layers)]
-        self.layers = [LayerCache(keys, values, block.packed, block.latent) for keys, values in pools]
+        groups = groups or [range(layers)]
+
+        def pair() -> list[Tensor]:
+            return [Tensor.empty(num_blocks + 1, *block.shape, dtype=block.dtype, device=device) for _ in range(2)]
+
+        pools = [pair() for _ in range(max(map(len, groups)))]
+        self._caches = [LayerCache(keys, values, block.packed, block.latent) for keys, values in pools]
+        self.layers = self._by_layer(layers, groups, lambda cache: pair())

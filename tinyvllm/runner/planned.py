@@ -19,6 +19,7 @@ from tinyvllm.runner.opened import OpenedModel
 from tinyvllm.runner.outlined import Held
 from tinyvllm.runner.prepare import Shape, StepInputs
 from tinyvllm.runner.roof import ProductRate, Roof, measured_roof
+from tinyvllm.runner.sizes import groups_of
 
 LAYER_LAUNCHES, STEP_LAUNCHES = 5, 4  # of kernels: docs/kernels.md
 
@@ -59,14 +60,17 @@ def runs_by_reference(kernels: Iterable[KernelChoice]) -> list[str]:
 def planned_kernels(config: EngineConfig, opened: OpenedModel, num_blocks: int, max_model_len: int) -> list[KernelChoice]:
     """The kernel of each op of a prefill, a decode and between steps. `opened.outline()` has given the model its weights."""
     placement, size = opened.plan.placement, config.block_size
-    pool = KVOutline(len(opened.model.blk), num_blocks, size, opened.block, placement.device)
+    groups = groups_of(config, opened.config)
+    members = groups.layers if groups.blocks.count > 1 else None
+    pool = KVOutline(len(opened.model.blk), num_blocks, size, opened.block, placement.device, members)
     arrays = opened.model.constants(max_model_len, config.max_model_len or opened.config.max_context)
     constants = {name: Tensor.empty(*np.shape(a), dtype=dtypes.float32, device=placement.device) for name, a in arrays.items()}
 
     def inputs(shape: Shape) -> StepInputs:
         stream = shape.tokens * opened.config.dim
         arrived = Tensor.empty(stream, dtype=dtypes.float32, device=placement.device) if opened.takes_stream else None
-        return StepInputs(shape, -(-max_model_len // size), placement.device, cascade=config.enable_cascade, arrived=arrived)
+        width, cascade = -(-max_model_len // size), config.enable_cascade
+        return StepInputs(shape, width, placement.device, cascade=cascade, arrived=arrived, groups=groups.blocks.count)
 
     def history(shape: Shape) -> History:
         tokens = Tensor.empty(MAX_SCHEDULER_STEPS, shape.sequences, dtype=dtypes.int32, device=placement.device)

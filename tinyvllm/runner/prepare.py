@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from tinygrad import Tensor, UOp
@@ -113,12 +114,27 @@ def group_shared_prefixes(tables: list[list[int]]) -> list[int]:
     return sorted(range(len(tables)), key=lambda i: (first[tables[i][0]], tables[i]))
 
 
+_OF_A_GROUP = ("block_tables", "slots", "shared_prefix_lens")  # the arrays that each group of layers has
+
+
+@dataclass(frozen=True)
+class _OfGroup:
+    """A group's arrays on the host, and where they begin among all."""
+
+    tables: np.ndarray
+    slots: np.ndarray
+    shared: np.ndarray
+    tables_start: int
+    slots_start: int
+    shared_start: int
+
+
 class StepInputs:
     """The arrays of one shape: host array, device buffer, and the `Batch` of views into it.
 
     M is the width of the block table; padded rows have the slot NO_SLOT; `all_rows` wants the logits of every row. Without
     `cascade` decodes keep the schedule's order, and `shared_prefix_lens` is 0 everywhere. `arrived` [T * E] is the buffer of the residual
-    stream in a stage of a pipeline that is not the first.
+    stream in a stage of a pipeline that is not the first. Of several `groups` of layers each has slots, a block table and shared prefixes.
     """
 
     tokens: np.ndarray
@@ -135,9 +151,18 @@ class StepInputs:
     block_tables: np.ndarray
     adapters: np.ndarray  # where the shape has them
 
-    def __init__(self, shape: Shape, M: int, device: str, all_rows: bool = False, cascade: bool = True, arrived: Tensor | None = None):
+    def __init__(
+        self,
+        shape: Shape,
+        M: int,
+        device: str,
+        all_rows: bool = False,
+        cascade: bool = True,
+        arrived: Tensor | None = None,
+        groups: int = 1,
+    ):
         self.arrived = arrived
-        self.shape, self.width, self._all_rows, self._cascade = shape, M, all_rows, cascade
+        self.shape, self.width, self._all_rows, self._cascade, self._groups = shape, M, all_rows, cascade, groups
         B = shape.sequences
         self._scheduled: list[int] = []  # ids of the last decodes in the schedule's order
         self._order: list[int] = []  # row b holds entry _order[b] of the schedule
@@ -146,7 +171,7 @@ class StepInputs:
         self._row_of: dict[int, int] = {}  # by the ids of the decodes that were laid out last
         self._advanced = 0  # tokens by which the device has advanced these decodes since; 0 if it has not, or there were chunks
         self._sharing = False  # whether two of them begin with the same block
-        self._allocate(_array_sizes(shape, M, all_rows), device)
+        self._allocate(_array_sizes(shape, M, all_rows, groups), device)
 
     def _allocate(self, sizes: dict[str, int], device: str) -> None:
         """One host array and one device buffer with all arrays in them, and a view of each array as an attribute and as a tensor."""
@@ -155,9 +180,14 @@ class StepInputs:
         for name, view in arrays.views.items():
             setattr(self, name, view)
         table = self.shape.sequences, self.width
-        self.block_tables = self.block_tables.reshape(table)
         self.query_starts[: self.shape.decodes + 1] = np.arange(self.shape.decodes + 1)
-        self._tensors["block_tables"] = self._tensors["block_tables"].reshape(table)
+        self._of_groups: list[_OfGroup] = []
+        for group in range(self._groups):
+            tables, slots, shared = names = [_name(name, group) for name in _OF_A_GROUP]
+            self._tensors[tables] = self._tensors[tables].reshape(table)
+            views = arrays.views[tables].reshape(table), arrays.views[slots], arrays.views[shared]
+            self._of_groups.append(_OfGroup(*views, *(self._starts[name] for name in names)))
+        self.block_tables = self._of_groups[0].tables
 
     @property
     def all_rows(self) -> bool:
@@ -180,8 +210,18 @@ class StepInputs:
 
     def batch(self, num_blocks: int | UOp) -> Batch:
         arrived = None if self.arrived is None else self.arrived.reshape(self.shape.tokens, -1)
-        shape = self.shape
-        return Batch(**self._tensors, arrived=arrived, num_blocks=num_blocks, num_decodes=shape.decodes, max_query=shape.max_query)
+        shape, common = self.shape, self._tensors
+        if self._groups > 1:
+            own = {_name(name, group) for name in _OF_A_GROUP for group in range(1, self._groups)}
+            common = {name: tensor for name, tensor in common.items() if name not in own}
+
+        def of_group(group: int, others: tuple[Batch, ...] = ()) -> Batch:
+            tensors: dict[str, Any] = common | {name: self._tensors[_name(name, group)] for name in _OF_A_GROUP} if group else common
+            return Batch(
+                **tensors, arrived=arrived, num_blocks=num_blocks, num_decodes=shape.decodes, max_query=shape.max_query, others=others
+            )
+
+        return of_group(0, tuple(of_group(group) for group in range(1, self._groups)))
 
     def fill(self, singles: list[Scheduled], chunks: list[Scheduled], block_size: int) -> int:
         """Lay the entries out and copy them to the device; returns the blocks of the longest context.
@@ -196,7 +236,8 @@ class StepInputs:
         if not chunks and not drafted and self._device_holds(singles):
             return self.reuse(singles, block_size)
         self._host[: self._starts["shared_prefix_lens"]] = 0  # the arrays before it
-        self.slots[:] = NO_SLOT
+        for group in self._of_groups:
+            group.slots[:] = NO_SLOT
         self._lay_singles(singles, block_size)
         end = self._lay_chunks(chunks, block_size)
         self.rows[0] = end if chunks else num_rows
@@ -209,7 +250,7 @@ class StepInputs:
         self._row_of = {} if chunks or drafted else {entry.sequence.sequence_id: b for b, entry in enumerate(singles)}
         self._advanced = 0
         self._arrays.upload()
-        return max((len(entry.sequence.block_table) for entry in (*singles, *chunks)), default=1)
+        return max((len(entry.sequence.block_table) for entry in (*singles, *chunks)), default=self._groups) // self._groups
 
     def mark_advanced(self, rounds: int) -> None:
         """The device has advanced the decodes by `rounds` tokens; their next step is ready there if all of them are still running."""
@@ -230,8 +271,9 @@ class StepInputs:
 
         Returns the blocks of the longest context.
         """
-        count, tables, slots = len(self._row_of), self._starts["block_tables"], self._starts["slots"]
-        for array in (self.positions, self.slots, self.context_lens):  # as the device did it; slots as far as the blocks reached
+        count, groups = len(self._row_of), self._of_groups
+        # as the device did it; slots as far as the blocks reached
+        for array in (self.positions, self.context_lens, *(group.slots for group in groups)):
             array[:count] += self._advanced
         self._advanced = 0
         parts: list[tuple[int, int]] = []
@@ -239,15 +281,18 @@ class StepInputs:
             b, table = self._row_of[entry.sequence.sequence_id], entry.sequence.block_table
             self._sharing = self._sharing or (self._cascade and self._tables[b] is not table)
             # a sequence whose blocks were full when it was advanced has NO_SLOT on the device
-            self.slots[b] = _slot(table, entry.start, block_size)
+            for number, group in enumerate(groups):
+                group.slots[b] = _slot_of_group(table, entry.start, block_size, self._groups, number)
             if new := self._lay_table(b, table):
-                end = tables + b * self.width + len(table)
-                parts += ((end - new, end), (slots + b, slots + b + 1))
+                new, width = new // self._groups, len(table) // self._groups
+                for group in groups:
+                    end = group.tables_start + b * self.width + width
+                    parts += ((end - new, end), (group.slots_start + b, group.slots_start + b + 1))
         if parts:
             if self._sharing and self._measure_shared(count, block_size):
-                parts.append((self._starts["shared_prefix_lens"], self._starts["shared_prefix_lens"] + count))
+                parts += [(group.shared_start, group.shared_start + count) for group in groups]
             upload_parts(self._device, self._host, parts)
-        return max(self._widths[:count])
+        return max(self._widths[:count]) // self._groups
 
     def _device_holds(self, singles: list[Scheduled]) -> bool:
         """Whether the step that the device has ready is of these decodes, row by row."""
@@ -268,16 +313,23 @@ class StepInputs:
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
+        row = self._groups
         for entry in singles:  # lists first: a number written into an array takes longer than one appended
             table, rows = entry.sequence.block_table, range(entry.start, entry.start + entry.num_tokens)
             tokens.append(entry.sequence.token_at(entry.start))
             tokens += entry.drafts
-            slots += [_slot(table, position, block_size) for position in rows]
+            if row == 1:
+                slots += [_slot(table, position, block_size) for position in rows]
             for b in range(len(positions), len(positions) + entry.num_tokens):
                 self._lay_table(b, table)
             positions += rows
         count = len(tokens)
-        self.tokens[:count], self.positions[:count], self.slots[:count] = tokens, positions, slots
+        self.tokens[:count], self.positions[:count] = tokens, positions
+        if row == 1:
+            self.slots[:count] = slots
+        for number, group in enumerate(self._of_groups if row > 1 else ()):
+            of_rows = ((entry.sequence.block_table, entry.start + i) for entry in singles for i in range(entry.num_tokens))
+            group.slots[:count] = [_slot_of_group(table, position, block_size, row, number) for table, position in of_rows]
         self.context_lens[:count] = [position + 1 for position in positions]
 
     def _lay_chunks(self, chunks: list[Scheduled], block_size: int) -> int:
@@ -288,7 +340,9 @@ class StepInputs:
             table, positions = entry.sequence.block_table, np.arange(start, stop, dtype=np.int32)
             self.tokens[row:end] = entry.sequence.token_ids(start, stop)
             self.positions[row:end] = positions
-            self.slots[row:end] = np.asarray(table, dtype=np.int32)[positions // block_size] * block_size + positions % block_size
+            blocks = np.asarray(table, dtype=np.int32).reshape(-1, self._groups)[positions // block_size]
+            for number, group in enumerate(self._of_groups):
+                group.slots[row:end] = blocks[:, number] * block_size + positions % block_size
             self.context_lens[b] = stop
             self._lay_table(b, table)
             self.query_starts[b + 1] = row = end
@@ -318,56 +372,79 @@ class StepInputs:
     def _measure_shared(self, count: int, block_size: int) -> bool:
         """Fill `shared_prefix_lens`: the first `count` rows from the block table, the others 0. Returns whether anything changed."""
         full = ((self.context_lens[:count] - 1) // block_size).tolist()  # a draft's row is not all in common with the row before it
-        tables = self._tables
-        blocks, others = [0] * len(self.shared_prefix_lens), list[int]()
         self._sharing = False
-        for b in range(1, count if self._cascade else 0):
-            if tables[b][0] == tables[b - 1][0]:
+        changed = [self._measure_group(number, full, block_size) for number in range(self._groups)]
+        return any(changed)
+
+    def _measure_group(self, number: int, full: list[int], block_size: int) -> bool:
+        """The same of one group; `full` has the full blocks of each row."""
+        tables, group = self._tables, self._of_groups[number]
+        blocks, others = [0] * len(group.shared), list[int]()
+        for b in range(1, len(full) if self._cascade else 0):
+            if tables[b][number] == tables[b - 1][number]:
                 self._sharing = True
                 blocks[b] = min(full[b], full[b - 1])  # what follows may belong to a sequence that had the row before
                 if tables[b] is not tables[b - 1]:
                     others.append(b)
         if others:
-            self._compare_tables(others, blocks)
+            _compare_tables(group.tables, others, blocks)
         lengths = [block_size * n for n in blocks]
-        if lengths == self.shared_prefix_lens.tolist():
+        if lengths == group.shared.tolist():
             return False
-        self.shared_prefix_lens[:] = lengths
+        group.shared[:] = lengths
         return True
-
-    def _compare_tables(self, rows: list[int], blocks: list[int]) -> None:
-        """Lower the `blocks` of these rows to those that each has in common with the row before."""
-        widths = np.array([blocks[b] for b in rows])
-        width, index = int(widths.max()), np.array(rows)
-        differ = np.ones((len(rows), width + 1), np.bool_)
-        differ[:, :width] = self.block_tables[index, :width] != self.block_tables[index - 1, :width]
-        for b, common in zip(rows, np.minimum(differ.argmax(1), widths).tolist(), strict=True):
-            blocks[b] = common
 
     def _lay_table(self, b: int, table: list[int]) -> int:
         """Write the new blocks of a row's table; returns how many there are."""
         known = self._widths[b] if self._tables[b] is table else 0
         if known < len(table):  # it grows once in block_size steps
-            self.block_tables[b, known : len(table)] = table[known:]
+            if self._groups == 1:
+                self.block_tables[b, known : len(table)] = table[known:]
+            else:
+                blocks = np.asarray(table[known:], np.int32).reshape(-1, self._groups)
+                for number, group in enumerate(self._of_groups):
+                    group.tables[b, known // self._groups : len(table) // self._groups] = blocks[:, number]
         self._tables[b], self._widths[b] = table, len(table)
         return len(table) - known
 
 
-def _array_sizes(shape: Shape, M: int, all_rows: bool) -> dict[str, int]:
-    """int32s of each array. Those that change from decode to decode are adjacent, and come first."""
-    T, B = shape.tokens, shape.sequences
-    sizes = {"tokens": T, "positions": T, "slots": T, "context_lens": B, "shared_prefix_lens": B, "query_starts": B + 1}
-    return sizes | {
-        "samples": T if all_rows else shape.sequences,
-        "rows": 1,
-        "decodes": 1,
-        "chunks": 2,
-        "sample_count": 1,
-        "block_tables": B * M,
-        **({"adapters": T} if shape.adapters else {}),
-    }
+def _compare_tables(tables: np.ndarray, rows: list[int], blocks: list[int]) -> None:
+    """Lower the `blocks` of these rows to those that each has in common with the row before."""
+    widths = np.array([blocks[b] for b in rows])
+    width, index = int(widths.max()), np.array(rows)
+    differ = np.ones((len(rows), width + 1), np.bool_)
+    differ[:, :width] = tables[index, :width] != tables[index - 1, :width]
+    for b, common in zip(rows, np.minimum(differ.argmax(1), widths).tolist(), strict=True):
+        blocks[b] = common
 
 
 def _slot(table: list[int], position: int, block_size: int) -> int:
     """The slot of the token at a position."""
     return table[position // block_size] * block_size + position % block_size
+
+
+def _slot_of_group(table: list[int], position: int, block_size: int, row: int, group: int) -> int:
+    """The same in a table with `row` blocks a row."""
+    return table[position // block_size * row + group] * block_size + position % block_size
+
+
+def _name(name: str, group: int) -> str:
+    """The name of a group's array: the first group's has no number."""
+    return f"{name}_{group}" if group else name
+
+
+def _array_sizes(shape: Shape, M: int, all_rows: bool, groups: int) -> dict[str, int]:
+    """int32s of each array. Those that change from decode to decode are adjacent, and come first."""
+    T, B, others = shape.tokens, shape.sequences, range(1, groups)
+    sizes = {"tokens": T, "positions": T, "slots": T, **{_name("slots", group): T for group in others}, "context_lens": B}
+    sizes |= {_name("shared_prefix_lens", group): B for group in range(groups)}
+    return sizes | {
+        "query_starts": B + 1,
+        "samples": T if all_rows else shape.sequences,
+        "rows": 1,
+        "decodes": 1,
+        "chunks": 2,
+        "sample_count": 1,
+        **{_name("block_tables", group): B * M for group in range(groups)},
+        **({"adapters": T} if shape.adapters else {}),
+    }

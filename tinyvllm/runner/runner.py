@@ -58,7 +58,7 @@ from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory, check_weights, fre
 from tinyvllm.runner.opened import OpenedModel, open_model
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
 from tinyvllm.runner.ranked import Announced, RankedSteps
-from tinyvllm.runner.sizes import freed_window, pool_size
+from tinyvllm.runner.sizes import block_bytes, groups_of, pool_size
 from tinyvllm.runner.split import max_rows
 from tinyvllm.runner.step import Logits, PreparedStep, StepPlan
 from tinyvllm.runner.weight_plan import WeightPlan
@@ -99,13 +99,15 @@ class Runner:
         if self.checkpoint.left_out:
             log.warning(self.checkpoint.left_out)
         all_ranks = opened.whole or loader
-        self.weight_bytes, self.bytes_per_token, self.block_bytes = all_ranks.bytes, all_ranks.streamed, opened.block_bytes
+        self.weight_bytes, self.bytes_per_token = all_ranks.bytes, all_ranks.streamed
+        self.kv_token_bytes, self.block_bytes = opened.block_bytes // config.block_size, block_bytes(config, opened)
         self.weight_formats, self.weight_layout, self.weight_identity = loader.formats, plan.layout, plan.identity
         # the other ranks of this machine load their weights after this one
         free = None if opened.whole is None else free_memory(device) - (opened.whole.bytes - loader.bytes)
         size, layers = pool_size(config, opened, drafter, free), len(self.model.blk)
-        self.pool, self.max_model_len = KVPool(layers, size.num_blocks, config.block_size, opened.block, device), size.max_model_len
-        self.freed_window = freed_window(config, self.config)
+        self.max_model_len, self.groups = size.max_model_len, groups_of(config, self.config)
+        groups = self.groups.layers if self.groups.blocks.count > 1 else None
+        self.pool = KVPool(layers, size.num_blocks, config.block_size, opened.block, device, groups)
         self.adapters = AdapterPool(config, opened, device) if config.enable_lora else None
         self.max_num_seqs = config.max_num_seqs
         # a pool too small for the model's context shortens sequences, but must not change what the positions mean
@@ -395,7 +397,7 @@ class Runner:
     @property
     def kv_bytes_per_layer(self) -> float:
         """Bytes of one token's keys and values in one layer."""
-        return self.pool.block_bytes / self.pool.block_size / len(self.pool.layers)
+        return self.pool.block.nbytes / self.pool.block_size
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -452,7 +454,7 @@ class Runner:
 
     def _inputs(self, shape: Shape, all_rows: bool = False) -> StepInputs:
         arrived = None if self._arrived is None else spans(self._arrived, [(0, shape.tokens * self.config.dim)])[0]
-        return StepInputs(shape, self._table_width, self.device, all_rows, self._cascade, arrived)
+        return StepInputs(shape, self._table_width, self.device, all_rows, self._cascade, arrived, self.groups.blocks.count)
 
     def _history(self, shape: Shape) -> History:
         tokens = np.full((MAX_SCHEDULER_STEPS, shape.sequences), -1, np.int32)

@@ -8,10 +8,9 @@ from tinyvllm.config import EngineConfig
 from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.runner.adapters import adapter_bytes
+from tinyvllm.runner.groups import LayerGroups, layer_groups
 from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory, check_room, free_memory, pool_blocks
 from tinyvllm.runner.opened import OpenedModel
-from tinyvllm.speculative import KV_HEADS
-from tinyvllm.windows import Window
 
 # If no length is given. Scores of a chunk are laid out for the longest context: 32 heads by 512 queries by 131072 keys are 8 GiB.
 DEFAULT_CONTEXT = 8192
@@ -34,14 +33,14 @@ def wanted_context(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len or min(longest, DEFAULT_CONTEXT)
 
 
-def freed_window(config: EngineConfig, model: ModelConfig) -> Window:
-    """The window after which blocks are freed: the longest of the layers'. None where a layer, or what reads its blocks, has none.
+def groups_of(config: EngineConfig, model: ModelConfig) -> LayerGroups:
+    """The groups of layers of an engine. ArgumentError for a length beyond the model's."""
+    return layer_groups(config, model, wanted_context(config, model))
 
-    Heads that guess drafts keep their own keys and values by the model's blocks, of all tokens.
-    """
-    chosen = config.speculative_config
-    kept = config.disable_hybrid_kv_cache_manager or (chosen is not None and chosen.method in KV_HEADS)
-    return Window(0 if kept or not all(model.windows) else max(model.windows, default=0), config.block_size)
+
+def block_bytes(config: EngineConfig, opened: OpenedModel) -> int:
+    """Bytes of a block of the pool, in all ranks: of all layers, or of a group's."""
+    return opened.block_bytes // opened.config.num_blocks * groups_of(config, opened.config).size
 
 
 def pool_size(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory = NO_DRAFTER, free: int | None = None) -> PoolSize:
@@ -49,12 +48,13 @@ def pool_size(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory 
 
     Without a length in `config` the longest sequence is limited by the pool. Errors of `pool_blocks` and `check_room`.
     """
-    device, size, one = opened.plan.placement.device, config.block_size, opened.block_bytes
+    device, size, one = opened.plan.placement.device, config.block_size, block_bytes(config, opened)
+    rows = groups_of(config, opened.config).blocks.count
     if adapters := adapter_bytes(config, opened):
         free = (free_memory(device) if free is None else free) - adapters
     longest, blocks = wanted_context(config, opened.config), config.num_blocks
     if blocks is None:
-        blocks = pool_blocks(device, one, size, config.max_num_seqs * longest, config.kv_memory, drafter, free)
+        blocks = pool_blocks(device, one, size, config.max_num_seqs * longest * rows, config.kv_memory, drafter, free)
     if opened.leads:  # the others have what it has divided
         check_room(device, blocks * one, drafter.total(blocks), free)
     return PoolSize(blocks, longest if config.max_model_len is not None else _longest(blocks, longest, config, opened))
@@ -76,12 +76,12 @@ def scratch_bytes(config: EngineConfig, opened: OpenedModel, max_model_len: int)
 
 def _most_blocks(context: int, config: EngineConfig, opened: OpenedModel) -> int:
     """Blocks that a sequence of `context` tokens holds at most at a time."""
-    return freed_window(config, opened.config).most_blocks(context, config.max_num_batched_tokens)
+    return groups_of(config, opened.config).blocks.most_blocks(context, config.max_num_batched_tokens)
 
 
 def _longest(blocks: int, wanted: int, config: EngineConfig, opened: OpenedModel) -> int:
     """The longest sequence, up to `wanted` tokens, that `blocks` blocks hold."""
-    return wanted if _most_blocks(wanted, config, opened) <= blocks else min(wanted, blocks * config.block_size)
+    return groups_of(config, opened.config).blocks.longest(blocks, wanted, config.max_num_batched_tokens)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Fit:
 
 def longest_contexts(room: int, config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory = NO_DRAFTER) -> list[Fit]:
     """What `room` bytes hold as keys and values, for 1, 2, 4, ... up to max_num_seqs sequences; none where not a block fits for each."""
-    both = opened.block_bytes + drafter.block
+    both = block_bytes(config, opened) + drafter.block
     blocks = (room - drafter.weights - drafter.own) // both - SCRATCH_BLOCKS
     counts = sorted({1 << n for n in range(config.max_num_seqs.bit_length())} | {config.max_num_seqs})
     return [Fit(n, _longest(blocks // n, opened.config.max_context, config, opened)) for n in counts if blocks // n > 0]
@@ -103,4 +103,4 @@ def longest_contexts(room: int, config: EngineConfig, opened: OpenedModel, draft
 def room_of(context: int, sequences: int, config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory = NO_DRAFTER) -> int:
     """Bytes of the KV pool, and of a drafter, for `sequences` sequences of `context` tokens."""
     blocks = sequences * _most_blocks(context, config, opened)
-    return (blocks + SCRATCH_BLOCKS) * opened.block_bytes + drafter.total(blocks)
+    return (blocks + SCRATCH_BLOCKS) * block_bytes(config, opened) + drafter.total(blocks)

@@ -43,7 +43,7 @@ class AdmissionControl:
         rank = rank_of(sequence) if sequence else (0, math.inf, 1 << 62)
         tokens = len(sequence) if sequence else 1
         if sequence:
-            tokens -= len(self.prefixes.find(sequence)) * self.tables.pool.block_size
+            tokens -= self.tables.groups.num_tokens(len(self.prefixes.find(sequence)))
         ahead = [other for other in self.waiting if rank_of(other) < rank]
         tokens += sum(len(other) - other.num_computed for other in (*ahead, *self.running))
         wait = tokens * prefill_token(min(tokens, self.limits.max_batched_tokens))

@@ -38,12 +38,12 @@ def add_drafts(scheduler: Scheduler, schedule: Schedule, drafts: Mapping[int, To
 
 def _allocate(scheduler: Scheduler, entry: Scheduled, count: int) -> int:
     """Allocate blocks for `count` drafts after an entry's token, as far as there are any to spare; how many drafts have slots then."""
-    table, pool = entry.sequence.block_table, scheduler.pool
-    missing = pool.blocks_for(entry.start + 1 + count) - len(table)
-    spare = max(0, pool.num_free - len(scheduler.running))
-    if missing > 0:
-        table += pool.allocate(min(missing, spare))
-    return min(count, len(table) * pool.block_size - entry.start - 1)
+    pool, tables, row = scheduler.pool, scheduler.tables, scheduler.tables.groups.count
+    missing = tables.lacking(entry.sequence, entry.start + 1 + count)
+    spare = max(0, pool.num_free - len(scheduler.running) * row) // row * row
+    if missing:
+        entry.sequence.block_table += pool.allocate(min(missing, spare))
+    return min(count, tables.room(entry.sequence) - entry.start - 1)
 
 
 def num_confirmed(entry: Scheduled) -> int:

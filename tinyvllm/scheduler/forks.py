@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.request import Sequence
+from tinyvllm.scheduler.tables import BlockTables
 
 
 class Siblings:
@@ -38,13 +38,13 @@ class Siblings:
 
 
 class BlockCopies:
-    """Copy on write: a fork shares full blocks with its parent and gets a copy of the partly filled one before the next step.
+    """Copy on write: a fork shares full blocks with its parent and gets a copy of the partly filled row before the next step.
 
     The source of a copy is held until the copy has run.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
+    def __init__(self, tables: BlockTables) -> None:
+        self._pool, self._groups = tables.pool, tables.groups
         self._sources: dict[int, int] = {}  # block -> block that is copied into it before the next step
         self._running: list[int] = []  # sources of the last schedule's copies
 
@@ -54,17 +54,17 @@ class BlockCopies:
         yield from self._running
 
     def share(self, parent: Sequence, full: int, partial: bool) -> list[int]:
-        """A new table: the first `full` blocks of the parent's, shared as far as held, and a copy of the next one if it is `partial`."""
-        table = parent.block_table
-        shared = table[:full]
-        self._pool.share(shared[parent.num_freed :])
+        """A new table: the first `full` rows of the parent's, shared as far as held, and a copy of the next one if it is `partial`."""
+        table, row = parent.block_table, self._groups.count
+        shared = table[: full * row]
+        self._pool.share(self._groups.held(shared, parent.num_freed))
         if not partial:
             return shared
-        source = self.source_of(table[full])
-        self._pool.share([source])
-        (block,) = self._pool.allocate(1)
-        self._sources[block] = source
-        return [*shared, block]
+        sources = [self.source_of(block) for block in table[full * row : (full + 1) * row]]
+        self._pool.share(sources)
+        blocks = self._pool.allocate(row)
+        self._sources.update(zip(blocks, sources, strict=True))
+        return shared + blocks
 
     def source_of(self, block: int) -> int:
         """The block that holds the contents of `block` now: its source while the copy has not run."""

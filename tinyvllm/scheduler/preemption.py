@@ -19,11 +19,12 @@ class HostSwap:
     """
 
     def __init__(self, tables: BlockTables, host: BlockPool | None) -> None:
-        self._pool, self._window, self._host = tables.pool, tables.window, host
+        self._pool, self._groups, self._host = tables.pool, tables.groups, host
 
     def pays_off(self, sequence: Sequence, limits: SchedulerLimits, rates: Rates) -> bool:
         """Whether a swap fits and is cheaper than recomputation, or is forced."""
-        blocks = self._pool.blocks_for(sequence.num_computed) - sequence.num_freed
+        groups = self._groups
+        blocks = groups.blocks_for(sequence.num_computed) - groups.windowed * sequence.num_freed
         if self._host is None or not blocks or blocks > self._host.num_free or limits.preemption == "recompute":
             return False
         if limits.preemption == "swap":
@@ -35,7 +36,8 @@ class HostSwap:
         """Have the blocks with the sequence's computed tokens copied to the host."""
         assert self._host is not None
         known = min(sequence.num_computed, len(sequence) - 1)
-        kept = sequence.block_table[self._window.first_block(known) : self._pool.blocks_for(known)]
+        groups = self._groups
+        kept = groups.held(sequence.block_table[: groups.blocks_for(known)], groups.window.first_block(known))
         sequence.host_table, sequence.num_swapped = self._host.allocate(len(kept)), known
         filled = [copies.source_of(block) for block in kept]  # a fork's last block may still have to be copied
         plan.swap_out += zip(filled, sequence.host_table, strict=True)
@@ -44,14 +46,19 @@ class HostSwap:
     def swap_in(self, sequence: Sequence, plan: Schedule) -> None:
         """An admitted sequence continues after what was swapped out, if that is more than its cached prefix."""
         if sequence.num_swapped > sequence.num_computed:
-            table, first = sequence.block_table, self._window.first_block(sequence.num_swapped)
-            self._pool.release(table[sequence.num_freed : first])  # found, and before the window by now
-            table = table + [self._pool.scratch_block] * (first - len(table))
-            hosted = sequence.host_table[len(table) - first :]
-            blocks = self._pool.allocate(len(hosted))
-            plan.swap_in += zip(hosted, blocks, strict=True)
-            sequence.block_table, sequence.num_freed, sequence.num_computed = table + blocks, first, sequence.num_swapped
-            sequence.num_published = max(sequence.num_published, first)  # blocks before it are in no cache to be published
+            groups, found = self._groups, sequence.block_table
+            first = groups.window.first_block(sequence.num_swapped)
+            self._pool.release(groups.windowed_blocks(found, sequence.num_freed, first))  # found, and before the window by now
+            size = groups.blocks_for(sequence.num_swapped)
+            held = zip(groups.held([*range(size)], first), sequence.host_table, strict=True)  # as `swap_out` kept them
+            hosted = [(place, block) for place, block in held if place >= len(found)]
+            table = found + [self._pool.scratch_block] * (size - len(found))
+            for (place, host), block in zip(hosted, self._pool.allocate(len(hosted)), strict=True):
+                table[place] = block
+                plan.swap_in.append((host, block))
+            sequence.block_table, sequence.num_freed, sequence.num_computed = table, first, sequence.num_swapped
+            if not groups.full:
+                sequence.num_published = max(sequence.num_published, first)  # blocks before it are in no cache to be published
         self.drop(sequence)
 
     def drop(self, sequence: Sequence) -> None:

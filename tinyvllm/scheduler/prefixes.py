@@ -5,17 +5,18 @@ from __future__ import annotations
 from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler.inflight_prefix import InflightPrefixes
+from tinyvllm.windows import BlockGroups
 
 
 class SequencePrefixes:
     """Without a `cache` nothing is found and nothing is published. `inflight` knows the blocks that are being computed."""
 
-    def __init__(self, cache: PrefixCache | None, block_size: int) -> None:
-        self._cache, self._block_size = cache, block_size
-        self.inflight = InflightPrefixes(block_size)
+    def __init__(self, cache: PrefixCache | None, groups: BlockGroups) -> None:
+        self._cache, self._groups, self._block_size = cache, groups, groups.window.block_size
+        self.inflight = InflightPrefixes(self._block_size)
 
     def find(self, sequence: Sequence) -> list[int]:
-        """Cached blocks of a waiting sequence's beginning. Takes no reference."""
+        """A table with the cached blocks of a waiting sequence's beginning. Takes no reference."""
         return self._cache.find(self._known_hashes(sequence)) if self._cache is not None else []
 
     def match(self, sequence: Sequence) -> list[int]:
@@ -29,9 +30,9 @@ class SequencePrefixes:
 
     def begin(self, sequence: Sequence, found: list[int]) -> None:
         """An admitted sequence starts after its cached blocks, which are held for it."""
-        sequence.block_table, sequence.num_computed, sequence.num_published = found, len(found) * self._block_size, len(found)
-        if self._cache is not None:
-            sequence.num_freed = len(found) - len(self._cache.held(found))
+        rows = self._groups.num_rows(found)
+        sequence.block_table, sequence.num_computed, sequence.num_published = found, rows * self._block_size, rows
+        sequence.num_freed = self._groups.window.first_block(sequence.num_computed)
         if self._cache is not None and not sequence.num_preemptions:
             sequence.num_cached = sequence.num_computed
             self._cache.count(len(sequence), sequence.num_computed)

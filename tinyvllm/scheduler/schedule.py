@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tinyvllm.errors import ArgumentError
 from tinyvllm.request import Sequence
+from tinyvllm.windows import BlockGroups, Window
 
 Tokens = Row[int]  # token ids
 
@@ -18,7 +19,7 @@ class SchedulerLimits:
     `max_queued_reqs` requests and `max_queued_tokens` prompt tokens may wait in addition to what can start at once; None sets no limit.
     `block_bytes` is the size of a block in all layers, for the cost of a swap. `preemption` "recompute" or "swap" forces the method.
     `max_step_seconds` is the target for a step with decodes and chunks; None sets none. `window` is how many tokens a query sees in any
-    layer: blocks before them are freed; with 0 none are.
+    layer of a window: blocks before them are freed; with 0 none are. `full_groups` and `window_groups` are those of `BlockGroups`.
     """
 
     max_num_seqs: int
@@ -30,6 +31,8 @@ class SchedulerLimits:
     preemption: str | None = None
     max_step_seconds: float | None = None
     window: int = 0
+    full_groups: int = 0
+    window_groups: int = 1
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -41,6 +44,10 @@ class SchedulerLimits:
                 f"SchedulerLimits: max_batched_tokens={self.max_batched_tokens} must give each of max_num_seqs={self.max_num_seqs} "
                 "sequences a token a step; raise the one or lower the other"
             )
+
+    def groups(self, block_size: int) -> BlockGroups:
+        """The groups of a table whose blocks have `block_size` tokens."""
+        return BlockGroups(Window(self.window, block_size), self.full_groups, self.window_groups)
 
 
 @dataclass(slots=True)

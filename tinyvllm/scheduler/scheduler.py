@@ -12,6 +12,7 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.cache.prefix import PrefixCache
@@ -28,7 +29,6 @@ from tinyvllm.scheduler.queue import WaitingQueue, rank_of
 from tinyvllm.scheduler.rates import Rates
 from tinyvllm.scheduler.schedule import Schedule, Scheduled, SchedulerLimits
 from tinyvllm.scheduler.tables import BlockTables
-from tinyvllm.windows import Window
 
 _SHARE = 4  # 1/4 of a step's tokens is kept from long prefills if other sequences want it
 
@@ -49,8 +49,8 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits, self.pool, self.prefix, self.host = limits, pool, prefix, host
-        self.tables = BlockTables(pool, Window(limits.window, pool.block_size), limits.max_batched_tokens)
-        assert prefix is None or prefix.window == self.tables.window, "Scheduler: the prefix cache has another window"
+        self.tables = BlockTables(pool, limits.groups(pool.block_size), limits.max_batched_tokens)
+        assert prefix is None or prefix.groups == self.tables.groups, "Scheduler: the prefix cache has other groups"
         self.rates = Rates()
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # by rank
@@ -62,10 +62,10 @@ class Scheduler:
         self.pinned: Counter[int] = Counter()  # blocks that segments hold, and how many segments hold each
         self.borrowed = BorrowedBlocks(pool)
         self.deadlines = Deadlines(clock)
-        self.prefixes = SequencePrefixes(prefix, pool.block_size)
+        self.prefixes = SequencePrefixes(prefix, self.tables.groups)
         self._free_rows = list(range(limits.max_num_seqs))  # a heap
         self._siblings = Siblings()
-        self._copies = BlockCopies(pool)
+        self._copies = BlockCopies(self.tables)
         self._swap = HostSwap(self.tables, host)
         self._paused = PausedSequences()
         self._reusable: ReusableDecode | None = None  # the last step, as long as it can be reused
@@ -114,17 +114,18 @@ class Scheduler:
 
     def reserve(self, schedule: Schedule, rounds: int) -> int:
         """Blocks for up to `rounds` tokens of each decode of a schedule, without preemption; returns how many rounds got blocks."""
-        size, tables = self.pool.block_size, [(entry.start, entry.sequence.block_table) for entry in schedule.entries]
+        entries, tables = schedule.entries, self.tables
         while rounds > 1:
-            missing = [max(0, self.pool.blocks_for(start + rounds) - len(table)) for start, table in tables]
+            missing = [tables.lacking(entry.sequence, entry.start + rounds) for entry in entries]
             if sum(missing) <= self.pool.num_free:
-                for entry, count in zip(schedule.entries, missing, strict=True):
+                for entry, count in zip(entries, missing, strict=True):
                     if count:
                         entry.sequence.block_table += self.pool.allocate(count)
                         schedule.changed.append(entry)
                 return rounds
             # the free blocks, shared by all, and what the last blocks still hold
-            rounds = min(rounds - 1, min(len(table) * size - start for start, table in tables) + self.pool.num_free // len(tables) * size)
+            left = min(tables.room(entry.sequence) - entry.start for entry in entries)
+            rounds = min(rounds - 1, left + tables.groups.num_tokens(self.pool.num_free // len(entries)))
         return 1
 
     def advance(self, schedule: Schedule, rounds: int = 1) -> None:
@@ -168,13 +169,14 @@ class Scheduler:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """`child` starts from what `parent` has computed of the tokens that they share, all but the child's last.
 
-        It shares the parent's full blocks and gets a copy of the next one before the next step. If there is no room for it, it waits, and
+        It shares the parent's full blocks and gets a copy of the next row before the next step. If there is no room for it, it waits, and
         what the prefix cache does not have is computed again.
         """
         position = min(parent.num_computed, len(child) - 1)
         full, part = divmod(position, self.pool.block_size)
         freed = self.tables.window.first_block(position) < parent.num_freed
-        if parent.status is not Status.RUNNING or freed or not self._free_rows or self.pool.num_free < (part > 0):
+        copied = self.tables.groups.count if part else 0
+        if parent.status is not Status.RUNNING or freed or not self._free_rows or self.pool.num_free < copied:
             self.waiting.push(child)
             self.deadlines.add([child])
             return
@@ -219,17 +221,18 @@ class Scheduler:
         if reusable is None or self._paused or self._could_admit() or self.deadlines.late():
             return None
         crossed = reusable.advance(unseen)
-        size = self.pool.block_size
-        growing = [entry for entry in crossed or () if entry.start >= len(entry.sequence.block_table) * size]
-        if crossed is None or len(growing) > self.pool.num_free:
+        tables, row = self.tables, self.tables.groups.count
+        growing = [entry for entry in crossed or () if entry.start >= tables.room(entry.sequence)]
+        if crossed is None or len(growing) * row > self.pool.num_free:
             self._reusable = None
             return None
         for entry in crossed:
             self.considered = entry.sequence
             self.prefixes.publish(entry.sequence)
-            self.tables.free_passed(entry.sequence)
-        for entry, block in zip(growing, self.pool.allocate(len(growing)), strict=True):
-            entry.sequence.block_table.append(block)
+            tables.free_passed(entry.sequence)
+        blocks = iter(self.pool.allocate(len(growing) * row))
+        for entry in growing:
+            entry.sequence.block_table += islice(blocks, row)
         for key, count in reusable.tokens_by_key.items():
             self.waiting.serve(key, count)
         reusable.schedule.reused, reusable.schedule.changed = not reusable.was_interrupted, crossed
@@ -248,8 +251,8 @@ class Scheduler:
             return
         first = self.waiting.first()
         lower = [s for s in self.running if s.options.priority > first.options.priority]
-        needed = self.tables.most_blocks(len(first)) + 1
-        if needed > self.pool.num_free + sum(len(s.held_blocks) for s in lower):
+        needed = self.tables.most_blocks(len(first)) + self.tables.groups.count
+        if needed > self.pool.num_free + sum(len(self.tables.held(s)) for s in lower):
             return
         while lower and (not self._free_rows or needed > self.pool.num_free):
             self._preempt(lower.pop(), plan)
@@ -266,7 +269,7 @@ class Scheduler:
         share = (num_decodes + budget) // _SHARE
         contended = (self.waiting.has_next and self._free_rows) or any(1 < left <= share for left in remaining)
         kept = min(share, budget // 2) if contended else 0
-        block_size = self.pool.block_size
+        block_size, row = self.pool.block_size, self.tables.groups.count
         # By rank, so a preempted sequence is the current one or one not yet reached, and no entry is ever taken back.
         for sequence, left in zip(tuple(self.running), remaining, strict=True):
             if sequence.status is not Status.RUNNING:
@@ -281,7 +284,7 @@ class Scheduler:
             if count < 1:
                 continue
             start = sequence.num_computed
-            if start + count > len(sequence.block_table) * block_size and not self._grow(sequence, start + count, plan):
+            if start + count > len(sequence.block_table) // row * block_size and not self._grow(sequence, start + count, plan):
                 continue
             if left == 1:
                 plan.entries.append(Scheduled(sequence, start, 1, num_logits=1))
@@ -296,11 +299,11 @@ class Scheduler:
         """Admit from the head of the queue, never past it, while rows, budget and blocks last; returns the rest of the budget."""
         for sequence in self.prefixes.inflight.ready():
             self.waiting.bring_back(sequence)
-        num_admitted = 0
+        num_admitted, groups = 0, self.tables.groups
         while self.waiting.has_next and self._free_rows and budget and num_admitted != self.max_admissions:
             self.considered = sequence = self.waiting.first()
             found = self.prefixes.match(sequence)
-            if not sequence.num_swapped and self.prefixes.inflight.wait_for(sequence, len(found)):
+            if not sequence.num_swapped and self.prefixes.inflight.wait_for(sequence, groups.num_rows(found)):
                 self.prefixes.give_back(found)
                 self.waiting.defer(sequence)
                 continue
@@ -309,9 +312,9 @@ class Scheduler:
                 self.prefixes.give_back(found)
                 self._exhaust(sequence, plan)
                 continue
-            # All of the known tokens must fit, not this chunk alone, and one more block, or others would soon be preempted for the
-            # rest. Without others, insisting on that block would keep out for ever a sequence that just fits the pool.
-            if missing + (1 + self.borrowed.num_wanted if self.running else 0) > self.pool.num_free:
+            # All of the known tokens must fit, not this chunk alone, and one more row, or others would soon be preempted for the
+            # rest. Without others, insisting on that row would keep out for ever a sequence that just fits the pool.
+            if missing + (groups.count + self.borrowed.num_wanted if self.running else 0) > self.pool.num_free:
                 self.prefixes.give_back(found)
                 break
             num_admitted += 1
@@ -337,11 +340,11 @@ class Scheduler:
         for sequence in self.running if budget else ():
             chunk = chunk_of.get(sequence.sequence_id)
             start = sequence.num_computed if chunk is None else chunk.start + chunk.num_tokens
-            room = (len(sequence.block_table) + self.pool.num_free) * self.pool.block_size
+            room = self.tables.groups.num_tokens(len(sequence.block_table) + self.pool.num_free)
             end = min(start + budget, len(sequence), room)
             if end - start < (2 if chunk is None else 1):
                 continue  # a decode has its token
-            sequence.block_table += self.pool.allocate(max(0, self.pool.blocks_for(end) - len(sequence.block_table)))
+            sequence.block_table += self.pool.allocate(self.tables.lacking(sequence, end))
             if chunk is None:
                 chunk = Scheduled(sequence, start, 0, num_logits=0)
                 bisect.insort(chunks, chunk, hi=num_running, key=lambda other: rank_of(other.sequence))
@@ -355,14 +358,14 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, num_tokens: int, plan: Schedule) -> bool:
         """Make the table of a running sequence cover `num_tokens`, preempting the last in rank for it; False if it was itself preempted."""
-        needed = self.pool.blocks_for(num_tokens)
-        missing = needed - len(sequence.block_table)
+        missing, groups = self.tables.lacking(sequence, num_tokens), self.tables.groups
+        needed = groups.blocks_for(num_tokens) - groups.windowed * sequence.num_freed
         while missing > self.pool.num_free:
             if self.in_flight:
                 return False
             last = self.running[-1]
             alone = last is self.running[0] and not self.borrowed.num_held
-            if needed - sequence.num_freed > self.pool.num_blocks or alone:  # preempting others, or itself, would not help
+            if needed > self.pool.num_blocks or alone:  # preempting others, or itself, would not help
                 self._exhaust(sequence, plan)
                 return False
             self._preempt(last, plan)
@@ -385,7 +388,7 @@ class Scheduler:
         self._reusable = None
         self.prefixes.withdraw(sequence)
         self.running.remove(sequence)
-        self._copies.cancel(sequence.held_blocks)
+        self._copies.cancel(self.tables.held(sequence))
         self.tables.release(sequence)
         sequence.num_computed = sequence.num_published = 0
         heapq.heappush(self._free_rows, sequence.row)

@@ -144,14 +144,14 @@ def _rank_sizes(config: EngineConfig, opened: OpenedModel) -> list[RankSize]:
 
 def _start(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory, taken: Memory) -> tuple[Start | None, str | None]:
     from tinyvllm.runner.memory import check_weights
-    from tinyvllm.runner.sizes import pool_size
+    from tinyvllm.runner.sizes import block_bytes, pool_size
 
     try:
         check_weights(config.device, taken.weights, taken.available)
         size = pool_size(config, opened, drafter, taken.available - taken.weights)
     except OutOfMemoryError as error:
         return None, str(error)
-    return Start(size.num_blocks * opened.block_bytes, size.num_blocks, size.max_model_len, drafter.total(size.num_blocks)), None
+    return Start(size.num_blocks * block_bytes(config, opened), size.num_blocks, size.max_model_len, drafter.total(size.num_blocks)), None
 
 
 def _candidates(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory, taken: Memory, wanted: int) -> list[Candidate]:

@@ -210,5 +210,4 @@ class Footprint:
     @staticmethod
     def of(engine: Engine) -> Footprint:
         runner: Any = engine.runner
-        per_token = runner.pool.block_bytes // runner.pool.block_size
-        return Footprint(runner.weight_bytes, per_token, tuple(sorted(runner.weight_formats)))
+        return Footprint(runner.weight_bytes, runner.kv_token_bytes, tuple(sorted(runner.weight_formats)))

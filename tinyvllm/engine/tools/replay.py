@@ -121,7 +121,7 @@ def _check_context(run: Run, engine: Engine) -> None:
     """ArgumentError for a request of the recording that is longer than the context or the KV cache of the engine."""
     room, scheduler = engine.max_model_len, engine.scheduler
     if scheduler.tables.most_blocks(room) > scheduler.pool.num_blocks:
-        room = scheduler.pool.num_blocks * engine.config.block_size
+        room = scheduler.tables.groups.num_tokens(scheduler.pool.num_blocks)
     lengths = {end["end"]: max(map(len, end["tokens"]), default=0) for end in run.ends}
     for event in run.added:
         needed = len(event["prompt"]) + lengths.get(event["add"], 0)
