@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from tinyvllm.backends.cpu.nodes import over_memory_nodes
 from tinyvllm.errors import ModelError
 from tinyvllm.storage.cache import CacheFolder, open_cache, replace_file
 from tinyvllm.storage.digests import sums
@@ -154,6 +155,7 @@ def _write_all(descriptor: int, data: np.ndarray, start: int) -> None:
         done += os.pwrite(descriptor, view[done : done + (256 << 20)], start + done)
 
 
+@over_memory_nodes()
 def _mapped(cache: CacheFolder, stem: str) -> dict[str, Product]:
     """The products of a file whose every byte is as it was written; nothing, and nothing left of it, if one is not."""
     name = f"{_ROOM}/{stem}.panels"

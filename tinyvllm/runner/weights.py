@@ -18,6 +18,7 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
+from tinyvllm.backends.cpu.nodes import over_memory_nodes
 from tinyvllm.backends.operands import KernelWeight
 from tinyvllm.backends.registry import select
 from tinyvllm.bridge import mapped
@@ -97,6 +98,7 @@ class WeightLoader:
         """Whether an earlier start has packed the matrices: their pages are those of a file, which the system may drop."""
         return self._kept is not None and self._kept.complete
 
+    @over_memory_nodes()
     def load(self, model: Any, recipes: list[WeightRecipe]) -> None:
         """Set `model.weights` and the `weights` of every layer, and place all other tensors under their names."""
         self._wanted, stage = self._plan.wanted(recipes), self._stage

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tinyvllm.host_memory import control_group_folders
 
+MAX_NODES = 1024  # memory nodes that a policy of Linux can name
 SLOW = 0.75  # of the fastest core's capacity: below that a core is left out
 
 
@@ -76,7 +77,7 @@ def cores(proc: Path = Path("/proc"), sysfs: Path = Path("/sys"), allowed: Itera
     capacities = _capacities(sysfs, allowed)
     most = max(capacities.values())
     fast = sum(max(capacities[cpu] for cpu in core) >= SLOW * most for core in by_core.values())
-    return Cores(len(allowed), len(by_core), fast, quota(proc, sysfs / "fs" / "cgroup"), _nodes(sysfs, allowed))
+    return Cores(len(allowed), len(by_core), fast, quota(proc, sysfs / "fs" / "cgroup"), len(memory_nodes(sysfs, allowed)) or 1)
 
 
 def quota(proc: Path, cgroups: Path) -> float | None:
@@ -108,9 +109,14 @@ def _capacities(sysfs: Path, allowed: list[int]) -> dict[int, float]:
     return {cpu: 0.5 if cpu in efficient else 1.0 for cpu in allowed}
 
 
-def _nodes(sysfs: Path, allowed: list[int]) -> int:
-    places = (sysfs / "devices" / "system" / "node").glob("node[0-9]*")
-    return max(1, sum(not _listed(_text(place / "cpulist")).isdisjoint(allowed) for place in places))
+def memory_nodes(sysfs: Path, allowed: list[int]) -> tuple[int, ...]:
+    """The numbers of the memory nodes that these processors belong to; none where the system does not say."""
+    places = {
+        int(place.name[4:]): place for place in (sysfs / "devices" / "system" / "node").glob("node[0-9]*") if place.name[4:].isdecimal()
+    }
+    return tuple(
+        sorted(node for node, place in places.items() if node < MAX_NODES and not _listed(_text(place / "cpulist")).isdisjoint(allowed))
+    )
 
 
 def _of_apple() -> Cores:
