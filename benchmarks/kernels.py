@@ -128,7 +128,7 @@ def norm_route(o: argparse.Namespace) -> Work:
 
 def gathering(rows: int, I: int) -> np.ndarray:
     """Scratch of a product of experts: prepared rows, and a tile of them for each of 64 threads."""
-    return np.concatenate([scratch(rows, I), scratch(64 * 24, I)])
+    return np.concatenate([scratch(rows, I), scratch(64 * 32, I)])
 
 
 def _groups(o: argparse.Namespace) -> tuple[list[np.ndarray], int]:

@@ -25,7 +25,7 @@
 #include "norm.h"  // after what it includes itself, which the others need, too
 #endif
 
-#define PIECE 96  // rows; a multiple of twelve
+#define PIECE 96  // rows; a multiple of twelve and of 32
 
 #include "arguments.h"  // the last one
 

@@ -16,7 +16,7 @@
 #include "norm.h"
 #include "thread_team.h"
 
-#define PIECE 96  // rows; a multiple of twelve
+#define PIECE 96  // rows; a multiple of twelve and of 32
 
 #include "arguments.h"  // the last one
 

@@ -24,7 +24,7 @@
 #include "product.h"
 #include "thread_team.h"
 
-#define PIECE 96                    // rows; a multiple of twelve
+#define PIECE 96                    // rows; a multiple of twelve and of 32
 #define PITCH ((D + 31) / 32 * 32)  // of a tile's rows: an odd last panel is computed twice
 
 #if BIAS

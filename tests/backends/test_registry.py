@@ -46,12 +46,14 @@ def processor(monkeypatch):
 
 
 AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+AMX = {"avx512_bf16", "avx512_vnni", "avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"}
 
 
 @pytest.mark.parametrize(
     ("machine", "features", "variant", "why"),
     [
-        ("x86_64", X86[1] | AVX512, "avx512", "the best variant for this processor"),
+        ("x86_64", X86[1] | AVX512 | AMX, "amx", "the best variant for this processor"),
+        ("x86_64", X86[1] | AVX512, "avx512", "not amx: the processor has no avx512_bf16"),
         ("x86_64", X86[1], "avx2", "not avx512: the processor has no avx512f, avx512bw"),
         ("x86_64", X86[1] | {"avx_vnni"}, "avxvnni", "not avx512: the processor has no avx512f, avx512bw"),
         ("x86_64", {"avx2", "f16c"} | AVX512, "plain", "not avx2: the processor has no fma"),
@@ -61,11 +63,19 @@ AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
         ("aarch64", set(), "plain", "not neon: the processor has no asimd"),
     ],
 )
-def test_the_best_variant_that_the_processor_can_run(processor, machine, features, variant, why):
+def test_the_best_variant_that_the_processor_can_run(processor, monkeypatch, machine, features, variant, why):
     processor(machine, features)
+    monkeypatch.setattr(cpu, "tiles_refused", lambda: None)
     assert chosen("matmul", CPU, "64x64") == variant
     (choice,) = choices()
     assert (choice.stem, choice.shape, choice.variant) == ("matmul", "64x64", variant) and why in choice.why
+
+
+def test_tiles_that_the_system_does_not_grant_are_not_used(processor, monkeypatch):
+    processor("x86_64", X86[1] | AVX512 | AMX)
+    monkeypatch.setattr(cpu, "tiles_refused", lambda: "the system does not grant tiles: a sandbox forbids the call")
+    assert chosen("matmul", CPU, "64x64") == "avx512"
+    assert choices()[0].why == "not amx: the system does not grant tiles: a sandbox forbids the call"
 
 
 def test_the_environment_forces_a_variant_for_one_op_or_all(monkeypatch, processor):
@@ -96,7 +106,7 @@ def test_a_forced_variant_that_cannot_run_is_an_error(monkeypatch, processor):
     with pytest.raises(KernelError, match="wants matmul=avx512, but the processor has no avx512f"):
         select("matmul", CPU, "a")
     monkeypatch.setenv("TINYVLLM_KERNELS", "all=neon")
-    with pytest.raises(KernelError, match="wants embed=neon; CPU here has avx512, avxvnni, avx2, plain, and ref"):
+    with pytest.raises(KernelError, match="wants embed=neon; CPU here has amx, avx512, avxvnni, avx2, plain, and ref"):
         select("embed", CPU, "a")
     assert choices() == [], "a failure is not a choice"
 
@@ -107,7 +117,7 @@ def test_a_forced_variant_that_cannot_run_is_an_error(monkeypatch, processor):
         ("matmull=ref", "there is no op 'matmull'; there are embed, .*, and all"),
         (
             "matmul=avx3",
-            "there is no variant 'avx3' for matmul; there are avx512, .*plain, sm_80, sm_90a, apple7, apple7_matrix, apple7_merge, and ref",
+            "there is no variant 'avx3' for matmul; there are amx, avx512, .*plain, sm_80, .*apple7, apple7_matrix, apple7_merge, and ref",
         ),
         ("matmul", "TINYVLLM_KERNELS must be like .*, got 'matmul'"),
         ("matmul=", "must be like"),
@@ -140,7 +150,7 @@ def test_choices_are_remembered_once_a_shape_and_forgotten_on_request(processor)
 def test_the_variants_of_this_machine_name_what_it_lacks(processor):
     processor(*X86)
     variants = registry.variants(Placement("CPU:0"))
-    assert list(variants) == ["avx512", "avxvnni", "avx2", "plain"]
+    assert list(variants) == ["amx", "avx512", "avxvnni", "avx2", "plain"]
     assert variants["avx2"] is None and variants["plain"] is None and variants["avx512"].startswith("the processor has no avx512f")
 
 

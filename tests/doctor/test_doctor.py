@@ -216,6 +216,11 @@ def test_metal(machine):
     ("variants", "status", "text"),
     [
         ({"avx512": None, "plain": None}, Status.OK, "kernels: avx512"),
+        (
+            {"amx": "the system does not grant tiles: a sandbox", "avx512": None},
+            Status.OK,
+            "kernels: avx512 (not amx: the system does not grant tiles: a sandbox)",
+        ),
         ({"avx512": "no AVX512", "plain": None}, Status.WARNING, "no vectors"),
         ({"sm_80": "the GPU is sm_70"}, Status.WARNING, "many times slower: sm_80: the GPU is sm_70"),
         ({}, Status.WARNING, "there are none for this device"),

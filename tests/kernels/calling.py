@@ -18,11 +18,12 @@ from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernel_text
 
 FOLDER = Path(tempfile.gettempdir()) / f"tinyvllm-test-kernels-{os.getuid()}"
+TILES = Path(__file__).with_name("emulated_tiles.h")  # before the unchanged text of a kernel of the variant amx
 
 
 @functools.cache
 def load(kernel: Kernel, extra: tuple[str, ...] = ()) -> ctypes.CDLL:
-    text = kernel_text(kernel)
+    text = (TILES.read_text() if kernel.target == "amx" else "") + kernel_text(kernel)
     flags = ("-x", "c", "-O2", "-Wno-deprecated-non-prototype", "-shared", "-fPIC", *target_flags(kernel.target), *extra)
     command = [provide_compiler(FOLDER), *flags]
     path = FOLDER / f"{kernel.name}-{hashlib.sha256((text + repr(command)).encode()).hexdigest()[:24]}.so"

@@ -53,7 +53,7 @@ def panels(weight: str, rows: int, width: int) -> np.ndarray:
 
 def prepared(weight: str, target: str, rows: int, width: int) -> np.ndarray:
     """Scratch of a product: product.h's PREPARED_BYTES for every row, rows counted up to a multiple of 16."""
-    dots, pairs = (target == "avx512" and feature in cpu_features() for feature in ("avx512_vnni", "avx512_bf16"))
+    dots, pairs = (target == "amx" or target == "avx512" and feature in cpu_features() for feature in ("avx512_vnni", "avx512_bf16"))
     wide = target in ("avx2", "avx512") and not dots and (weight in ("Q8_0", "IQ4_NL", "IQ4_XS") or weight.startswith("INT8_"))
     group = (64 if wide else 32) + 4 + (8 if weight in ("Q2_K", "Q3_K", "Q6_K", "NVFP4_G128") else 4)
     floats = 2 * width if weight == "BF16" and (pairs or target in ("neon", "plain")) else 4 * width
@@ -144,7 +144,7 @@ ORDER, TASKS = int32(1, 4, 7, 2, 0, 3, 5, 6, 8, 9), int32(4, 0, 0, 3, 1, 3, 4, 2
 
 def gathering(weight: str, target: str, rows: int, width: int) -> np.ndarray:
     """Scratch of a product of experts: that of a product, and a tile for each of 64 threads."""
-    tiles = prepared(weight, target, 64 * 24, width).nbytes
+    tiles = prepared(weight, target, 64 * 32, width).nbytes
     return blank(prepared(weight, target, rows, width).nbytes + tiles, dtype="uint8")
 
 

@@ -16,10 +16,12 @@ VARIANTS = {
     "plain": ("x86_64", ()),
     "avx2": ("x86_64", CPU_TARGETS["avx2"]),
     "avxvnni": ("x86_64", CPU_TARGETS["avxvnni"]),
+    "amx": ("x86_64", CPU_TARGETS["amx"]),
     "avx512": ("x86_64", (*CPU_TARGETS["avx512"], "-mavx512bf16", "-mavx512vnni")),
     "neon": ("aarch64", CPU_TARGETS["neon"]),
     "neon with dot products": ("aarch64", (CPU_TARGETS["neon"][0] + "+dotprod+bf16",)),
 }
+_ONLY = {"avxvnni": ["matmul Q4_0"], "amx": ["matmul Q4_0", "norm_gate_up_silu BF16", "experts_down BF16"]}
 NOT_A_KERNEL = {"thread_pool"}  # a library of its own, no kernel
 
 
@@ -31,11 +33,11 @@ def test_every_kernel_has_a_sample() -> None:
 def _cases() -> list[tuple[str, str]]:
     """Everything for Arm, where nothing else may have compiled it; of each kernel one sample for the other variants.
 
-    avxvnni differs from avx2 in the dot products of integers only.
+    avxvnni differs from avx2 in the dot products of integers only, amx from avx512 in products.
     """
     one_each = {name.split()[0]: name for name in SAMPLES}.values()
     return [(name, "neon with dot products") for name in SAMPLES] + [
-        (name, variant) for variant in list(VARIANTS)[:-1] for name in (one_each if variant != "avxvnni" else ["matmul Q4_0"])
+        (name, variant) for variant in list(VARIANTS)[:-1] for name in _ONLY.get(variant, one_each)
     ]
 
 

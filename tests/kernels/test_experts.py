@@ -28,7 +28,7 @@ def integers(*shape: int) -> np.ndarray:
 
 def scratch(rows: int, I: int) -> np.ndarray:
     """Room for prepared rows, for a tile of them for each thread, and for logits of up to 64 experts."""
-    return aligned((-(-rows // 16) * 16 * (4 * I + 128 + 256) + 64 * 24 * (4 * I + 128),), np.uint8)
+    return aligned((-(-rows // 16) * 16 * (4 * I + 128 + 256) + 64 * 32 * (4 * I + 128),), np.uint8)
 
 
 # --- the choice

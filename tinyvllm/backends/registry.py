@@ -245,15 +245,16 @@ def _failed(stem: str, placement: Placement, facts: ShapeFacts | None) -> dict[s
 
 def _best(stem: str, shape: str, available: dict[str, str | None], failed: dict[str, str]) -> Choice:
     """The first variant that this machine can run and that has not failed its self-test."""
+    replaced: list[str] = []
     skipped: list[str] = []
     for name, lacking in available.items():
         if lacking is None and name in failed:
-            skipped.append(f"replaced: {name} failed its self-test: {failed[name]}")
+            replaced.append(f"replaced: {name} failed its self-test: {failed[name]}")
             continue
         if lacking is None:
-            return Choice(stem, shape, name, "; ".join(skipped) or "the best variant for this processor")
+            return Choice(stem, shape, name, "; ".join(replaced + skipped) or "the best variant for this processor")
         skipped.append(f"not {name}: {lacking}")
-    return Choice(stem, shape, REFERENCE, "; ".join(skipped))
+    return Choice(stem, shape, REFERENCE, "; ".join(replaced + skipped))
 
 
 def _wanted(stem: str, placement: Placement, shape: str, wanted: str, available: dict[str, str | None]) -> Choice:

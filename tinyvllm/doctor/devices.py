@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 
+from tinyvllm.backends.cpu.tiles import BY_SYSTEM
 from tinyvllm.backends.cpu.toolchain import compiler_command
 from tinyvllm.config import cache_folder
 from tinyvllm.doctor.machine import Finding, Machine, Status
@@ -89,6 +90,8 @@ def check_device(machine: Machine) -> Iterator[Finding]:
     placement = Placement(device)
     usable = [*usable_variants(placement), REFERENCE]
     text = f"{device} ({architecture_of(placement)}), kernels: {usable[0]}"
+    refused = [f"not {name}: {why}" for name, why in variants(placement).items() if why is not None and why.startswith(BY_SYSTEM)]
+    text += "".join(f" ({why})" for why in refused)
     if usable[0] == REFERENCE:
         lacking = "; ".join(f"{name}: {reason}" for name, reason in variants(placement).items()) or "there are none for this device"
         yield Finding("device", Status.WARNING, f"{text}, many times slower: {lacking}", "use another device")

@@ -12,8 +12,8 @@
 #include "product.h"
 #include "thread_team.h"
 
-#define PIECE 96      // places; a multiple of twelve and of sixteen
-#define TILE_ROWS 24  // prepared rows in the area that each of up to 64 threads has in the scratch of a product
+#define PIECE 96      // places; a multiple of twelve and of 32
+#define TILE_ROWS 32  // prepared rows in the area that each of up to 64 threads has in the scratch of a product
 _Static_assert(MAX_TOKENS <= TILE_ROWS, "a tile has its place");
 
 struct task {

@@ -19,6 +19,9 @@
 #ifdef LANES_AVXVNNI
 #define LANES_AVX2  // with one more extension
 #endif
+#ifdef LANES_AMX
+#define LANES_AVX512  // with tiles for products of many rows (tiles.h)
+#endif
 #if defined(LANES_AVX512)
 #include "lanes_avx512.h"
 #elif defined(LANES_AVX2)

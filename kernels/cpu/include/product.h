@@ -34,16 +34,31 @@
 #define PREPARED PREPARED_BYTES(I)
 #define PANEL PANEL_BYTES(PANEL_COLUMNS)
 
-#if defined(LANES_AVX2) && INTEGERS
+#if (defined(LANES_AVX2) || defined(LANES_AMX)) && INTEGERS
 #define UNPACKS 1  // unpacked.h
 #else
 #define UNPACKS 0
+#endif
+#if defined(LANES_AMX) && (INTEGERS || WEIGHT == BF16)
+#define BY_TILES 1  // tiles.h
+#else
+#define BY_TILES 0
 #endif
 
 // Tiles of PANELS x TOKENS accumulators that fit the registers, by rising TOKENS. Few tokens take one panel at a time: one stream of
 // memory from end to end was faster than two in parallel (Q4_0, one token: 37 GB/s a core, not 29). Floats with many tokens take two,
 // which halves the loads of x; integers need registers for both sums. Sixteen at once let a batch of sixteen read weights once.
-#if defined(LANES_AVX512) && (INTEGERS || GROUPS)
+#if BY_TILES && INTEGERS  // from nine rows on, tiles: sixteen rows cost them what nine or ten cost dot products
+#define TILES(TILE) TILE(1, 1) TILE(1, 2) TILE(1, 4) TILE(1, 8)
+#define STREAM_TOKENS 8
+#define MAX_TOKENS 32
+#define WIDE 32
+#elif BY_TILES
+#define TILES(TILE)
+#define STREAM_TOKENS 16
+#define MAX_TOKENS 32
+#define WIDE 32
+#elif defined(LANES_AVX512) && (INTEGERS || GROUPS)
 #define TILES(TILE) TILE(1, 1) TILE(1, 2) TILE(1, 4) TILE(1, 6) TILE(1, 8) TILE(1, 12)
 #define MAX_TOKENS 12
 #define WIDE 12
@@ -273,6 +288,8 @@ TILES(DOT)
 
 #include "unpacked.h"
 
+#include "tiles.h"  // after what it takes its parts from
+
 // How many of `left` rows the next tile takes.
 static inline int tile_tokens(int left) { return left <= MAX_TOKENS ? left : WIDE; }
 
@@ -288,7 +305,9 @@ static inline void panel_dot(const uint8_t *a, const uint8_t *b, const uint8_t *
   }
   TILES(DOT)
 #undef DOT
-#if UNPACKS
+#if BY_TILES
+  dot_by_tiles(a, b, next_panel, x, tokens, tile, pitch);
+#elif UNPACKS
   dot_unpacked(a, b, x, tokens, tile, pitch);
   dot_unpacked(b, next_panel, x, tokens, tile + 16, pitch);
 #endif

@@ -5,7 +5,11 @@
 
 #if UNPACKS
 #define PIECE_PARTS (256 / PART)  // parts unpacked together
-#define TOGETHER 6                // rows whose sums are in registers together
+#if BY_TILES
+#define TOGETHER 16  // rows whose sums are in registers together
+#else
+#define TOGETHER 6
+#endif
 
 struct unpacked_part {
   struct operand words[PART_WORDS];
@@ -30,6 +34,9 @@ INLINE void unpack_parts(struct unpacked_part *to, const uint8_t *panel, const u
 }
 
 // acc[t] += `count` parts, from number `part` of the row on; t < tokens. x: the first of these rows.
+#if BY_TILES
+NOINLINE void dot_parts_of_rows(const struct unpacked_part *parts, int part, int count, const uint8_t *x, int tokens, v16 *acc);  // tiles.h
+#else
 INLINE void dot_parts(const int tokens, const struct unpacked_part *parts, int part, int count, const uint8_t *x, v16 *acc) {
   v16 sums[TOGETHER];
   UNROLL for (int t = 0; t < tokens; t++) sums[t] = acc[t];
@@ -52,6 +59,7 @@ NOINLINE void dot_parts_of_rows(const struct unpacked_part *parts, int part, int
   if (tokens > 2) dot_parts(4, parts, part, count, x, acc);
   else if (tokens > 0) dot_parts(2, parts, part, count, x, acc);
 }
+#endif
 
 // tile[t * pitch + r] = row t of x . row r of the panel; STREAM_TOKENS < tokens <= MAX_TOKENS.
 NOINLINE void dot_unpacked(const uint8_t *panel, const uint8_t *next_panel, const uint8_t *x, int tokens, float *tile, int pitch) {

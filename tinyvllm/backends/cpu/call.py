@@ -16,6 +16,7 @@ from tinyvllm.backends.cpu.graph import CpuGraph
 from tinyvllm.backends.cpu.launch import compile_ahead, launch, row_numbers
 from tinyvllm.backends.cpu.limits import LIMITS
 from tinyvllm.backends.cpu.prepared import MAX_THREADS, prepared_bytes
+from tinyvllm.backends.cpu.tiles import tiles_refused
 from tinyvllm.backends.cpu.toolchain import compiler_state, cpu_features, processor, processor_name
 from tinyvllm.backends.kernel import Constant, Kernel
 from tinyvllm.backends.limits import ShapeFacts, first_reason
@@ -38,8 +39,10 @@ from tinyvllm.quant.layouts import PackedWeight, RowSource, panel_bytes, row_byt
 from tinyvllm.quant.slices import ColumnShare, RowShare
 
 # What a processor must have for each variant, by Linux's names of its features.
+_AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx2", "fma", "f16c")
 NEEDS: dict[str, tuple[str, ...]] = {
-    "avx512": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx2", "fma", "f16c"),
+    "amx": (*_AVX512, "avx512_bf16", "avx512_vnni", "avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"),
+    "avx512": _AVX512,
     "avxvnni": ("avx_vnni", "avx2", "fma", "f16c"),
     "avx2": ("avx2", "fma", "f16c"),
     "neon": ("asimd",),
@@ -73,7 +76,10 @@ class CpuBackend(ExpertKernels):
         arm = platform.machine().lower() in ("arm64", "aarch64")
         has = cpu_features()
         named = {name: needs for name, needs in NEEDS.items() if name == "plain" or (name == "neon") == arm}
-        return {name: _lacking(needs, has) for name, needs in named.items()}
+        lacking = {name: _lacking(needs, has) for name, needs in named.items()}
+        if "amx" in lacking and lacking["amx"] is None:
+            lacking["amx"] = tiles_refused()
+        return lacking
 
     def identity(self, placement: Placement) -> str:
         return " ".join([processor_name(), processor(), compiler_state()])

@@ -33,7 +33,7 @@ _ELF = (f"--target={platform.machine()}-none-unknown-elf",) if sys.platform == "
 _FLAGS = (*_COMMON, *_ALONE, *_ELF)
 _ROOM = "kernels"  # of the cache folder
 _INTRINSICS = "#include <immintrin.h>"
-_WITH_INTRINSICS = ("avx512", "avxvnni", "avx2")  # targets that include it
+_WITH_INTRINSICS = ("amx", "avx512", "avxvnni", "avx2")  # targets that include it
 _NOT_PRECOMPILED = 2  # kernels of a process that are compiled without the header: most processes compile none, or one
 # Before the headers, which define functions.
 _ENTRY = """long {stem}();

@@ -14,7 +14,7 @@ from tinyvllm.integers import round_up
 from tinyvllm.quant.layouts import panel_bytes
 
 _PIECE = 96  # places of a task (kernels/cpu/include/experts.h)
-_TILE = 24  # rows that a thread gathers: TILE_ROWS of experts.h
+_TILE = 32  # rows that a thread gathers: TILE_ROWS of experts.h
 
 
 class ExpertKernels:
