@@ -26,11 +26,12 @@ import numpy as np
 from benchmarks.compare.child import prompt
 from benchmarks.harness import Spread, record, spread, table, take_turns
 from benchmarks.kernels import ROUND_SECONDS, Runner, Work, empty, floats, ints, plain
+from benchmarks.loading import load
 from benchmarks.roof import operations, read_once, read_size, threads_of_machine
 from benchmarks.shapes import SHAPES, write_config
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.registry import usable_variants
-from tinyvllm.engine.tools.stepping import Stepping, load
+from tinyvllm.engine.tools.stepping import Stepping
 from tinyvllm.placement import Placement
 
 S = 16

@@ -46,8 +46,9 @@ from benchmarks.gpu_figures import (
     start,
 )  # fmt: skip
 from benchmarks.harness import table
+from benchmarks.loading import load
 from benchmarks.shapes import SHAPES, tensors, write_config, write_gguf
-from tinyvllm.engine.tools.stepping import Stepping, load
+from tinyvllm.engine.tools.stepping import Stepping
 from tinyvllm.quant.formats import Layout, formats_in
 from tinyvllm.quant.kv import KV_FORMATS
 

@@ -26,9 +26,10 @@ import numpy as np
 from benchmarks.compare.child import prompt
 from benchmarks.harness import Spread, one_round, record, spread, table, take_turns
 from benchmarks.latency import numbers
+from benchmarks.loading import load
 from benchmarks.roof import read_once, read_size, roof_figures
 from benchmarks.shapes import SHAPES, checkpoint, parse_formats, write_config
-from tinyvllm.engine.tools.stepping import Stepping, load
+from tinyvllm.engine.tools.stepping import Stepping
 
 BEGINNING = 64  # tokens of a prompt that are computed
 MAX_STEPS = 8  # of a round

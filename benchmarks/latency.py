@@ -19,9 +19,10 @@ from typing import Any
 from benchmarks.compare.child import prompt
 from benchmarks.harness import Spread, one_round, record, spread, table, take_turns
 from benchmarks.host_time import host_seconds
+from benchmarks.loading import load
 from benchmarks.roof import read_once, read_size, roof_figures
 from benchmarks.shapes import SHAPES, write_config
-from tinyvllm.engine.tools.stepping import Stepping, load
+from tinyvllm.engine.tools.stepping import Stepping
 
 ROUND_SECONDS = 0.5
 

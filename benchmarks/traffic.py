@@ -34,8 +34,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.harness import Spread, one_round, record, spread, table, take_turns
+from benchmarks.loading import load
 from benchmarks.shapes import SHAPES, write_config
-from tinyvllm.engine.tools.stepping import Stepping, load
+from tinyvllm.engine.tools.stepping import Stepping
 
 Work = list[tuple[list[int], int]]  # (token ids, tokens to answer) of each request
 

@@ -10,7 +10,8 @@ from benchmarks.compare.child import prompt, serve
 
 class Tinyvllm:
     def __init__(self, options: argparse.Namespace):
-        from tinyvllm.engine.tools.stepping import Stepping, load
+        from benchmarks.loading import load
+        from tinyvllm.engine.tools.stepping import Stepping
 
         blocks = options.batch * -(-options.length // 16) + 1  # no more memory than the others take
         llm = load(

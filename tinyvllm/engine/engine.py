@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinyvllm.config import EngineConfig, cache_folder
 from tinyvllm.engine.adapters import Adapters
@@ -43,14 +43,18 @@ from tinyvllm.speculate.opening import open_controller, open_policy
 from tinyvllm.speculate.policies import EXACT, Policy
 from tinyvllm.speculate.protocol import Controller, Drafter, StateDrafter
 
+if TYPE_CHECKING:
+    from tinyvllm.runner.runner import Runner
+
 log = logging.getLogger("tinyvllm")
 
 
 class Engine:
     """Serves requests step by step. Not thread-safe: one thread adds, aborts and steps.
 
-    `observers` get the events of observer.py; `clock` gives the seconds that deadlines are compared with. A recording (`config.record`) is
-    an observer that the caller adds: see tools/record.py. `energy` is one of the observers, which bills finished requests.
+    `runner` is the model if it is loaded already. `observers` get the events of observer.py; `clock` gives the seconds that deadlines are
+    compared with. A recording (`config.record`) is an observer that the caller adds: see tools/record.py. `energy` is one of the observers,
+    which bills finished requests.
     """
 
     def __init__(
@@ -58,13 +62,14 @@ class Engine:
         config: EngineConfig,
         progress: Progress | None = None,
         *,
+        runner: Runner | None = None,
         observers: Sequence[EngineObserver] = (),
         energy: EngineEnergy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._closed = False
         self.config = config = replace(config, device=start_device(config.device, cache_folder()))
-        self.runner = load_runner(config, progress)
+        self.runner = runner or load_runner(config, progress)
         self.max_model_len = self.runner.max_model_len
         self.tokenizer = load_model_tokenizer(config, self.runner)
         self.eos_ids = self.tokenizer.eos_ids if self.tokenizer else eos_ids_of(self.runner.checkpoint.config)

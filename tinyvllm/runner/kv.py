@@ -4,6 +4,7 @@ groups, layer i of every group has the same tensor, and a block belongs to one g
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -59,15 +60,26 @@ class BlockShape:
 
 class KVPool:
     """`num_blocks` usable blocks and the scratch block after them; all zero at first, so that masked values are finite. `layers` has a
-    cache a layer; `groups` are the layers of each group, None for one group of all.
+    cache a layer; `groups` are the layers of each group, None for one group of all. Layers share the tensors of `distinct` of them, if that
+    is given: what they then hold has no meaning.
     """
 
-    def __init__(self, layers: int, num_blocks: int, block_size: int, block: BlockShape, device: str, groups: Layers | None = None):
+    def __init__(
+        self,
+        layers: int,
+        num_blocks: int,
+        block_size: int,
+        block: BlockShape,
+        device: str,
+        groups: Layers | None = None,
+        distinct: int | None = None,
+    ):
         self.num_blocks, self.block_size, self.block, self.device = num_blocks, block_size, block, device
         groups = groups or [range(layers)]
+        count = max(map(len, groups))
         self._memory: list[np.ndarray] = []  # [P, bytes] a layer, if it is in host memory
         self._copying: dict[int, tuple[Tensor, Tensor, Captured]] = {}  # pairs, their count and the copy, by the maximum of pairs
-        pools = [self._zeros((num_blocks + 1, *block.shape), block.dtype, device) for _ in range(max(map(len, groups)))]
+        pools = [self._zeros((num_blocks + 1, *block.shape), block.dtype, device) for _ in range(min(count, distinct or count))]
         self._caches = [LayerCache(pool, alias(pool), block.packed, block.latent) for pool in pools]
         self.layers = self._by_layer(layers, groups, lambda cache: [alias(cache.keys), alias(cache.keys)])
 
@@ -84,7 +96,7 @@ class KVPool:
         """The cache of each layer; `other` makes the tensors of a group after the first: in a step they are independent of the first's."""
         found: dict[int, LayerCache] = {}
         for group, members in enumerate(groups):
-            for layer, cache in zip(members, self._caches):
+            for layer, cache in zip(members, itertools.cycle(self._caches)):
                 found[layer] = replace(cache.after(*other(cache)), group=group) if group else cache
         return [found[layer] for layer in range(layers)]
 

@@ -14,7 +14,7 @@ from tinyvllm.distributed.memory import SharedMemory
 from tinyvllm.models.config import ModelConfig, WeightRecipe
 from tinyvllm.models.families import check_layers, find_family, read_config, recipes_of, refuse_unused
 from tinyvllm.placement import Placement
-from tinyvllm.runner.kv import BlockShape
+from tinyvllm.runner.kv import BlockShape, KVPool, Layers
 from tinyvllm.runner.outlined import WeightOutline
 from tinyvllm.runner.pipeline import PipelineStage, RankStart, divide_layers
 from tinyvllm.runner.source import CheckpointSource, matrix_format, require_quantization, weight_dtype
@@ -65,6 +65,11 @@ class OpenedModel:
         """How much the weights take, in all ranks together."""
         return (self.whole or self.outline()).bytes
 
+    @property
+    def keeps_steps(self) -> bool:
+        """Whether captured steps may be kept on disk for a later engine."""
+        return True
+
     def outline(self, quantization: str | None = None) -> WeightOutline:
         """This rank's weights without loading: the model gets empty tensors. `quantization` is another than the configuration's."""
         plan = self.plan if quantization is None else replace(self.plan, format=quantization.upper(), imatrix=None)
@@ -75,6 +80,10 @@ class OpenedModel:
     def loader(self, progress: Callable[[int, int, str], None] | None = None) -> WeightLoader:
         kept = cache_folder() if environment(os.environ).get("TINYVLLM_KEEP_PANELS", True) else None
         return WeightLoader(self.stored, self.plan, progress, kept, self.split, self.stage)
+
+    def pool(self, layers: int, num_blocks: int, groups: Layers | None = None) -> KVPool:
+        """Keys and values of `layers` layers, in these groups."""
+        return KVPool(layers, num_blocks, self.block_size, self.block, self.plan.placement.device, groups)
 
 
 def open_model(config: EngineConfig, device: str, start: RankStart | None = None) -> OpenedModel:

@@ -1,4 +1,4 @@
-"""How long a model's steps take before its weights are there: the steps themselves run on stand-ins of the same formats and sizes.
+"""A runner whose weights are stand-ins of the model's formats and sizes, to time steps before the weights are there.
 
 Stand-ins of one size share memory once there is more of it than caches hold. So a step reads as many bytes from memory as that of the
 real model, also if this machine has no room for it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
 from statistics import median
 from typing import Any
@@ -28,11 +28,13 @@ from tinyvllm.models.projections import Product
 from tinyvllm.quant.layouts import RowWeight, row_bytes
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.runner.ahead import layer_kinds
-from tinyvllm.runner.kv import KVPool
+from tinyvllm.runner.kv import KVPool, Layers
 from tinyvllm.runner.memory import free_memory
 from tinyvllm.runner.opened import OpenedModel
 from tinyvllm.runner.outlined import Held, WeightOutline
 from tinyvllm.runner.prepare import StepInputs, shape_of
+from tinyvllm.runner.runner import Runner
+from tinyvllm.runner.step import Logits, PreparedStep
 from tinyvllm.runner.weight_plan import WeightPlan
 from tinyvllm.runner.weights import WeightLoader
 from tinyvllm.scheduler import Scheduled
@@ -42,21 +44,9 @@ from tinyvllm.weights.memory import place_bytes, to_device
 
 DISTINCT_BYTES = 512 << 20  # of weights, and of keys and values: caches hold less
 PATTERN_BYTES = 16 << 20
-EMBEDDED = 4096  # rows of an embedding table that are written: tokens of rehearsed steps are below
+EMBEDDED = 4096  # rows of an embedding table that are written: tokens of a rehearsal are below
 SECONDS, RUNS = 0.4, 5  # of one measurement, and runs at least
 WHOLE_SECONDS = 0.5  # of a prompt's prefill; a longer one is rehearsed with one layer of each kind
-# Seconds of the engine's own work in a step, and for each sequence, where the device does not run meanwhile: the benchmark of
-# speculation has 122 us with one sequence and 1,074 with 64 (Python 3.11, Zen 5).
-HOST_STEP, HOST_SEQUENCE = 107e-6, 15e-6
-
-
-@dataclass(frozen=True)
-class StepSeconds:
-    """Of a step that decodes a token of one sequence, a token of each of several, and of the prefill of a prompt."""
-
-    decode: float
-    decode_all: float
-    prompt: float
 
 
 class StandIns(WeightOutline):
@@ -66,6 +56,10 @@ class StandIns(WeightOutline):
         super().__init__(checkpoint, plan)
         self._made: dict[int, deque[Tensor]] = {}
         self._pattern, self._distinct = _pattern(), 0
+
+    @property
+    def maps_all(self) -> bool:
+        return True  # of what is shared, no more memory is taken than `check_room` has counted
 
     def _empty(self, nbytes: int) -> Tensor:
         made = self._made.setdefault(nbytes, deque())
@@ -99,103 +93,103 @@ class StandIns(WeightOutline):
         return Product(product.weight, product.bias, columns)
 
 
-def rehearsed_seconds(
-    config: EngineConfig, opened: OpenedModel, held: Iterable[Held], sequences: int, context: int, prompt: int
-) -> StepSeconds:
-    """Seconds of decodes with contexts of `context` tokens, of one sequence and of `sequences`, and of a prompt of `prompt` tokens.
+@dataclass(frozen=True)
+class RehearsedModel(OpenedModel):
+    """A model whose weights will be stand-ins, and whose layers share keys and values of `kv_bytes` a layer once that is enough."""
 
-    `opened.model` has the stand-ins afterwards. OutOfMemoryError if they would take more than half of the free memory; KernelError and
-    ToolchainError where the steps cannot be run.
-    """
-    device = opened.plan.placement.device
-    kv = min(opened.config.num_blocks, _kv_layers(opened, sequences, context)) * _layer_bytes(opened, sequences, context)
-    needed, free = sum({one.nbytes for one in held}) + DISTINCT_BYTES + kv, free_memory(device)
-    if needed > free // 2:
-        raise OutOfMemoryError(f"to measure its steps takes {megabytes(needed)}, more than half of the {megabytes(free)} that are free")
-    steps = _Steps(config, opened, sequences, context)
-    prefill = steps.prefill(prompt)
-    return StepSeconds(steps.decode(1), steps.decode(sequences), prefill)
+    kv_bytes: int = 0
+
+    @classmethod
+    def of(cls, opened: OpenedModel, kv_bytes: int) -> RehearsedModel:
+        return cls(**{field.name: getattr(opened, field.name) for field in fields(OpenedModel)}, kv_bytes=kv_bytes)
+
+    @property
+    def kv_layers(self) -> int:
+        """How many layers have keys and values of their own: more than caches hold."""
+        return min(self.config.num_blocks, ceil_div(DISTINCT_BYTES, self.kv_bytes))
+
+    @property
+    def block_bytes(self) -> int:
+        return self.kv_layers * self.block.nbytes
+
+    @property
+    def keeps_steps(self) -> bool:
+        return False  # a captured step on disk would be found by an engine, whose buffers are other ones
+
+    def loader(self, progress: Callable[[int, int, str], None] | None = None) -> WeightLoader:
+        return StandIns(self.stored, self.plan)
+
+    def pool(self, layers: int, num_blocks: int, groups: Layers | None = None) -> KVPool:
+        placement = self.plan.placement
+        pool = KVPool(layers, num_blocks, self.block_size, self.block, placement.device, groups, self.kv_layers)
+        if placement.is_cpu:  # pages that are not written are all the same page of zeros
+            nbytes = num_blocks * pool.block_bytes
+            pool.write([*range(num_blocks)], _filled(nbytes, nbytes, _pattern()))
+        return pool
 
 
-class _Steps:
-    """The steps of a model on stand-ins. Every sequence has `context` tokens."""
+class RehearsedRunner(Runner):
+    """A runner on stand-ins. Unless `computes_prompts`, the tokens of prompts take no time: their keys and values are there already."""
 
-    def __init__(self, config: EngineConfig, opened: OpenedModel, sequences: int, context: int):
-        self._config, self._model, self._device = config, opened.model, opened.plan.placement.device
-        self._waits = opened.plan.placement.is_cpu  # the device and the host take turns
-        StandIns(opened.stored, opened.plan).load(opened.model, opened.recipes)
-        self._blocks = ceil_div(context, config.block_size)
-        self._context, self._caches = context, _caches(opened, sequences, context)
-        arrays = opened.model.constants(context, config.max_model_len or opened.config.max_context)
-        self._constants = {name: copied(np.asarray(array), self._device) for name, array in arrays.items()}
+    def __init__(self, config: EngineConfig, opened: OpenedModel, kv_bytes: int):
+        """`kv_bytes` are those of all contexts in a layer."""
+        super().__init__(config, opened.plan.placement.device, opened=RehearsedModel.of(opened, kv_bytes))
+        self.computes_prompts = False
+        self._uncomputed: dict[int, Logits] = {}  # by rows
 
-    def decode(self, sequences: int) -> float:
-        """Seconds of a decode of `sequences` sequences."""
-        inputs, blocks = self._inputs([Scheduled(self._sequence(n), self._context - 1, 1, 1) for n in range(sequences)], [])
-        return self._seconds(inputs, blocks, range(len(self._model.blk))) + self._host(sequences)
+    def launch(self, step: PreparedStep) -> Logits:
+        if self.computes_prompts or not step.plan.inputs.shape.chunks:
+            return super().launch(step)
+        rows = step.num_logits
+        if rows not in self._uncomputed:
+            logits = copied(np.zeros((rows, self.config.vocab_size), np.float32), self.device)
+            self._uncomputed[rows] = Logits(logits, copied(np.zeros(rows, np.int32), self.device))
+        return self._uncomputed[rows]
 
-    def prefill(self, tokens: int) -> float:
-        """Seconds of the prefill of `tokens` tokens. If that takes long, only the first layer and one of each kind run."""
-        inputs, blocks = self._inputs([], [Scheduled(self._sequence(0), 0, tokens, 1)])
-        first, *others = layer_kinds(self._model, self._caches, self._constants, inputs.batch(1))
+    def long_prefill(self, tokens: int) -> float | None:
+        """Seconds of the prefill of `tokens` tokens by those of the first layer and of one layer of each kind, without the host's work.
+
+        None if all layers take less than WHOLE_SECONDS.
+        """
+        count = self.groups.blocks.count * ceil_div(tokens, self.pool.block_size)
+        table = [block % self.pool.num_blocks for block in range(count)]  # of windows there may be fewer
+        ids = [i % min(EMBEDDED, self.config.vocab_size) for i in range(tokens)]
+        entry = Scheduled(Sequence(0, "", ids, SamplingParams(), block_table=table), 0, tokens, 1)
+        inputs = self._inputs(shape_of([], [entry]))
+        blocks = inputs.fill([], [entry], self.pool.block_size)
+        first, *others = layer_kinds(self.model, self.pool.layers, self._constants, inputs.batch(1))
         seconds = self._seconds(inputs, blocks, [first])
         if seconds * (1 + len(others)) < WHOLE_SECONDS:
-            return self._seconds(inputs, blocks, range(1 + len(others))) + self._host(1)
+            return None
         added = {kind: self._seconds(inputs, blocks, [first, 1 + others.index(kind)]) - seconds for kind in dict.fromkeys(others)}
-        seconds += sum(added[kind] for kind in others)
-        return seconds + self._host(1)
-
-    def _host(self, sequences: int) -> float:
-        return HOST_STEP + sequences * HOST_SEQUENCE if self._waits else 0.0
-
-    def _sequence(self, number: int) -> Sequence:
-        tokens = [(7 * i + number) % min(EMBEDDED, self._model.config.vocab_size) for i in range(self._context)]
-        table = [*range(number * self._blocks, (number + 1) * self._blocks)]
-        return Sequence(number, "", tokens, SamplingParams(), block_table=table)
-
-    def _inputs(self, singles: list[Scheduled], chunks: list[Scheduled]) -> tuple[StepInputs, int]:
-        """The inputs of a step, on the device, and the blocks of a context."""
-        inputs = StepInputs(shape_of(singles, chunks), self._blocks, self._device, cascade=self._config.enable_cascade)
-        return inputs, inputs.fill(singles, chunks, self._config.block_size)
+        return seconds + sum(added[kind] for kind in others)
 
     def _seconds(self, inputs: StepInputs, blocks: int, layers: Iterable[int]) -> float:
         """Of the step with these layers: the median of some runs."""
-        model, all_blocks, chosen = self._model, self._model.blk, list(layers)
+        model, all_blocks, chosen = self.model, self.model.blk, list(layers)
 
         def function(num_blocks: int | UOp = 1) -> tuple[Tensor, ...]:
-            caches = [self._caches[layer] for layer in chosen]
+            caches = [self.pool.layers[layer] for layer in chosen]
             results = model.forward_batch(inputs.batch(num_blocks), caches, **self._constants)
             results = tuple(one.contiguous() for one in results if one is not None)
             Tensor.realize(*results)
             return results
 
-        captured = Captured(function, {"num_blocks": (1, self._blocks)})
-        values = {"num_blocks": blocks} if self._blocks > 1 else {}
+        captured = Captured(function, {"num_blocks": (1, self._table_width)})
+        values = {"num_blocks": blocks} if self._table_width > 1 else {}
         model.blk = [all_blocks[layer] for layer in chosen]
         try:
-            return _median_seconds(lambda: captured(**values), self._device)
+            return _median_seconds(lambda: captured(**values), self.device)
         finally:
             model.blk = all_blocks
 
 
-def _caches(opened: OpenedModel, sequences: int, context: int) -> list[Any]:
-    """The caches of all layers, of which some share memory."""
-    config, device = opened.config, opened.plan.placement.device
-    blocks, count = sequences * ceil_div(context, opened.block_size), min(config.num_blocks, _kv_layers(opened, sequences, context))
-    pool = KVPool(count, blocks, opened.block_size, opened.block, device)
-    if opened.plan.placement.is_cpu:  # pages that are not written are all the same page of zeros
-        nbytes = blocks * pool.block_bytes
-        pool.write([*range(blocks)], _filled(nbytes, nbytes, _pattern()))
-    return [pool.layers[layer % count] for layer in range(config.num_blocks)]
-
-
-def _kv_layers(opened: OpenedModel, sequences: int, context: int) -> int:
-    """How many layers have more keys and values than caches hold."""
-    return ceil_div(DISTINCT_BYTES, _layer_bytes(opened, sequences, context))
-
-
-def _layer_bytes(opened: OpenedModel, sequences: int, context: int) -> int:
-    return sequences * ceil_div(context, opened.block_size) * opened.block.nbytes
+def check_room(opened: OpenedModel, held: Iterable[Held], kv_bytes: int) -> None:
+    """OutOfMemoryError if stand-ins would take more than half of the free memory."""
+    kv = RehearsedModel.of(opened, kv_bytes).kv_layers * kv_bytes
+    needed, free = sum({one.nbytes for one in held}) + DISTINCT_BYTES + kv, free_memory(opened.plan.placement.device)
+    if needed > free // 2:
+        raise OutOfMemoryError(f"to measure its steps takes {megabytes(needed)}, more than half of the {megabytes(free)} that are free")
 
 
 def _pattern() -> np.ndarray:

@@ -53,7 +53,6 @@ from tinyvllm.quant.random_rows import packable_width
 from tinyvllm.runner.adapters import AdapterPool
 from tinyvllm.runner.ahead import StepOutlines
 from tinyvllm.runner.kept import keep_needs, kept_needs, kept_steps
-from tinyvllm.runner.kv import KVPool
 from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory, check_weights, free_memory
 from tinyvllm.runner.opened import OpenedModel, open_model
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
@@ -107,7 +106,7 @@ class Runner:
         size, layers = pool_size(config, opened, drafter, free), len(self.model.blk)
         self.max_model_len, self.groups = size.max_model_len, groups_of(config, self.config)
         groups = self.groups.layers if self.groups.blocks.count > 1 else None
-        self.pool = KVPool(layers, size.num_blocks, config.block_size, opened.block, device, groups)
+        self.pool = opened.pool(layers, size.num_blocks, groups)
         self.adapters = AdapterPool(config, opened, device) if config.enable_lora else None
         self.max_num_seqs = config.max_num_seqs
         # a pool too small for the model's context shortens sequences, but must not change what the positions mean
@@ -126,7 +125,7 @@ class Runner:
         rows = max_rows(config) * self.config.dim if opened.takes_stream else 0
         self._arrived = Tensor.empty(rows, dtype=dtypes.float32, device=device).contiguous().realize() if rows else None
         self._is_first_start = False
-        self.kept_steps = kept_steps(self.placement, config, self._roots()) if config.num_ranks == 1 else None
+        self.kept_steps = kept_steps(self.placement, config, self._roots()) if config.num_ranks == 1 and opened.keeps_steps else None
         tested = self._test_kernels(config)
         self.self_test = tested if self.placement.is_cpu else packing + tested  # the CPU's grows with the steps
         self.rounds_in_background = True  # rounds that the device runs alone are in the background: the host has something to do meanwhile

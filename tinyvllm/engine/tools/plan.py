@@ -128,9 +128,9 @@ def _predicted(
     config: EngineConfig, opened: OpenedModel, held: list[Held], kernels: list[KernelChoice], longest: int
 ) -> tuple[Speed | None, str | None]:
     """Tokens a second, or why they cannot be predicted."""
+    from tinyvllm.engine.tools.rehearsal import rehearsed_seconds
     from tinyvllm.runner.memory import read_bandwidth
     from tinyvllm.runner.planned import runs_by_reference
-    from tinyvllm.runner.rehearsed import rehearsed_seconds
 
     if config.num_ranks > 1:
         return None, "several ranks share the machine"
