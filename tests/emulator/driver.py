@@ -523,8 +523,8 @@ def cuda_device(**options: Any) -> Iterator[Driver]:
         if options.get("executes", True):
             os.environ.setdefault("TINYVLLM_KEEP_STEPS", "0")  # a process with a GPU would load the source as machine code
             undo.enter_context(_replaced(compiler_cuda, "NVRTCCompiler", _SourceCompiler))
-            undo.enter_context(_replaced(codegen, "to_program_cache", _InMemory("programs", lambda program: program)))
-            undo.enter_context(_replaced(schedule, "schedule_cache", _InMemory("schedules", lambda linear: linear)))
+            undo.enter_context(_replaced(codegen, "to_program_cache", _InMemory("programs")))
+            undo.enter_context(_replaced(schedule, "schedule_cache", _InMemory("schedules")))
             undo.enter_context(_replaced(nvrtc, "cubin", source_of))
         undo.callback(gc.collect)  # destructors of programs and buffers call the driver: they run while it is there
         undo.callback(opened.clear)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tinygrad import UOp, codegen, helpers, schedule
+from tinygrad.renderer import Renderer
 from tinygrad.uop.ops import Ops
 
 from tinyvllm.storage.cache import open_cache
@@ -82,8 +83,8 @@ def _place(table: str, key: object) -> str:
 class DiskTable(dict[Any, Any]):
     """One of tinygrad's caches, extended to disk: tinygrad keeps binaries there but derives every kernel's source again in each process."""
 
-    def __init__(self, table: str, strip: Callable[[UOp], UOp]):
-        self._table, self._strip = table, strip
+    def __init__(self, table: str):
+        self._table = table
 
     def get(self, key: Any, default: Any = None) -> Any:
         value = super().get(key)
@@ -92,9 +93,17 @@ class DiskTable(dict[Any, Any]):
         return default if value is None else value
 
     def __setitem__(self, key: Any, value: UOp) -> None:
-        value = self._strip(value)
         super().__setitem__(key, value)
         _keep(self._table, key, value)
+
+
+def _compiling(compile_program: Callable[[UOp, Renderer], UOp]) -> Callable[[UOp, Renderer], UOp]:
+    """tinygrad's compilation without what running does not need, also in the process that compiles.
+
+    tinygrad names a program by a digest of all its nodes and of the text of its estimates. For attention over a variable number of blocks
+    that took two thirds of a first capture.
+    """
+    return lambda ast, renderer: _without_linear(compile_program(ast, renderer))
 
 
 def _without_linear(program: UOp) -> UOp:
@@ -123,5 +132,6 @@ def enable_program_cache(machine: str) -> None:
         for name in _READERS:
             module = importlib.import_module(name)
             module.diskcache_get, module.diskcache_put = _load, _keep  # type: ignore[attr-defined]
-        codegen.to_program_cache = DiskTable("programs", _without_linear)
-        schedule.schedule_cache = DiskTable("schedules", lambda linear: linear)
+        codegen.do_to_program = _compiling(codegen.do_to_program)
+        codegen.to_program_cache = DiskTable("programs")
+        schedule.schedule_cache = DiskTable("schedules")
