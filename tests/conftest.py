@@ -19,7 +19,7 @@ os.environ.setdefault("TINYVLLM_SELFTEST", "off")
 # Its tests switch it on: tests of captures and of the kernels in them would find what an earlier test has captured.
 os.environ.setdefault("TINYVLLM_KEEP_STEPS", "0")
 
-LAYERS, HIDDEN, HEADS, KV_HEADS, INTERMEDIATE = 2, 64, 4, 2, 128
+LAYERS, HIDDEN, HEADS, KV_HEADS, INTERMEDIATE = 2, 128, 4, 2, 128
 SPECIALS = ("<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>")
 BOS, EOS = 256, 257
 VOCAB = 264  # three more rows than the tokenizer has tokens, as padded checkpoints do
@@ -115,7 +115,7 @@ def small_heap() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random two-layer LLaMA: hidden 64, 4 heads, 2 KV heads, a byte-level tokenizer with a chat template."""
+    """A folder with a random two-layer LLaMA: hidden 128, 4 heads of 32 (the least that kernels of attention have), 2 KV heads, a byte-level tokenizer with a chat template."""
     folder = tmp_path_factory.mktemp("tiny_model")
     write_tokenizer(folder)
     write_weights(folder)

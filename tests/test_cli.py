@@ -738,8 +738,11 @@ def kernel_table(model: Path, *options: str, **environ: str) -> tuple[list[list[
     return [re.split("  +", line) for line in lines], below
 
 
-def test_kernels_says_what_runs_each_op_and_why(tiny_model: Path) -> None:
-    lines, below = kernel_table(tiny_model, TINYVLLM_THREADS="1", TINYVLLM_KERNELS="matmul=plain")
+def test_kernels_says_what_runs_each_op_and_why(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_attention_heads": 8, "num_key_value_heads": 4}  # heads of 16
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    lines, below = kernel_table(tmp_path, TINYVLLM_THREADS="1", TINYVLLM_KERNELS="matmul=plain")
     rows = {stem: (row, why) for stem, _, row, why in lines}
     assert {"embed", "norm_qkv_rope_store", "attention_decode", "attention_prefill", "norm_gate_up_silu", "norm_head"} <= rows.keys()
     assert rows["matmul"] == ("plain", "TINYVLLM_KERNELS asks for it")

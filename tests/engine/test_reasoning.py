@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("llguidance")
 
+from tests.conftest import write_weights
 from tests.engine.soak_traffic import check_empty
 from tests.sampling.forcing import EOS as FORCING_EOS
 from tests.sampling.forcing import TOKENS, new_backend
@@ -48,6 +49,7 @@ class Says:
 @pytest.fixture(scope="module", params=[pytest.param("special", marks=pytest.mark.long), "added", "text"])
 def llm(request, tiny_model, tmp_path_factory) -> Iterator[LLM]:
     folder = write_thinking_model(tiny_model, tmp_path_factory.mktemp("thinking"), request.param)
+    write_weights(folder, seed=2)  # where nothing is forced, the likeliest token after reasoning is no blank
     with LLM(folder, device="CPU", max_model_len=128, max_num_seqs=4, num_blocks=40) as llm:
         llm.marks = ("<", "</think>") if request.param == "text" else (THINK, UNTHINK)  # of "<think>" all but the first is forced
         llm.opening = "<think>" if request.param == "text" else THINK  # where nothing forces it

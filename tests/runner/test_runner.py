@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.conftest import HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, VOCAB
 from tinyvllm.config import EngineConfig
 from tinyvllm.errors import ArgumentError
 
@@ -27,14 +28,15 @@ def test_dtype_of_weights_and_cache(tiny_model, dtype, itemsize, format):
     made = runner(tiny_model, dtype=dtype, num_blocks=4)
     assert made.model.weights.table.format == made.model.blk[1].weights.ffn_down.weight.format == format
     assert made.pool.layers[0].keys.dtype.itemsize == itemsize
-    assert made.weight_bytes - made.bytes_per_token == 264 * 64 * itemsize, "the input embedding is gathered, not streamed"
-    matrices, vectors = 2 * 264 * 64 + 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64), 64 + 2 * 2 * 64
+    assert made.weight_bytes - made.bytes_per_token == VOCAB * HIDDEN * itemsize, "the input embedding is gathered, not streamed"
+    E, keys = HIDDEN, HIDDEN * KV_HEADS // HEADS
+    matrices, vectors = 2 * VOCAB * E + 2 * (2 * E * E + 2 * keys * E + 3 * INTERMEDIATE * E), E + 2 * 2 * E
     assert made.weight_bytes == itemsize * matrices + 4 * vectors, "what every op computes with stays float32"
 
 
 def test_keys_and_values_are_one_memory(tiny_model):
     cache = runner(tiny_model, num_blocks=4).pool.layers[0]
-    assert cache.keys.shape == (5, 2, 2, 16, 16), "four blocks and the scratch block"
+    assert cache.keys.shape == (5, 2, KV_HEADS, 16, HIDDEN // HEADS), "four blocks and the scratch block"
     cache.keys.assign(cache.keys.full_like(3.0)).realize()
     assert (cache.values.numpy() == 3.0).all()
 

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tinygrad import Tensor, dtypes
 
+from tests.conftest import HIDDEN, VOCAB
 from tests.tiny.to_gguf import dequantized, read_folder, write_gguf
 from tinyvllm.errors import ModelError
 from tinyvllm.ops.linear import TensorWeight
@@ -194,7 +195,7 @@ def test_a_tied_head_and_the_table_are_one():
 
 def test_a_table_of_its_own_is_not_streamed(tiny_model):
     loaded = load(tiny_model)
-    assert loaded.loader.bytes - loaded.loader.streamed == 264 * 64 * 4
+    assert loaded.loader.bytes - loaded.loader.streamed == VOCAB * HIDDEN * 4
 
 
 def test_progress_ends_at_the_total(tiny_model):

@@ -16,12 +16,13 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 from tinygrad import Tensor
 
+from tests.conftest import HIDDEN, LAYERS, VOCAB
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.linear import TensorWeight
 from tinyvllm.placement import Placement
 from tinyvllm.runner.runner import Runner
 
-E, V, LAYERS, BLOCK, BLOCKS = 64, 264, 2, 8, 64  # width, vocabulary and layers of the fixture tiny_model; the cache
+E, V, BLOCK, BLOCKS = HIDDEN, VOCAB, 8, 64  # width and vocabulary of the fixture tiny_model; the cache
 Tensors = dict[str, np.ndarray]
 
 
