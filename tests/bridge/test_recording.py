@@ -43,6 +43,21 @@ def test_launches_of_a_capture_pass_the_scheduler(monkeypatch):
     assert download(step())[:, 0].tolist() == [0, 40, 0, 30, 40, 50]
 
 
+def test_a_program_is_stripped_where_it_is_compiled():
+    """tinygrad names it by all nodes that it has, and by the text of what it is estimated to cost."""
+    import os
+
+    from tinygrad import Tensor
+    from tinygrad.uop.ops import Ops
+
+    from tinyvllm.bridge.recording import recording
+
+    with recording() as recorded:
+        (Tensor.arange(os.getpid() % 1000 + 2000) * 3).contiguous().realize()  # a length that no test has compiled
+    programs = [call.src[0] for call in recorded.calls if call.src[0].op is Ops.PROGRAM]
+    assert programs and all(not program.src[0].src and not program.src[2].src for program in programs)
+
+
 def test_what_a_launch_reads_is_computed_before_it():
     from tinyvllm.bridge import Captured, download
 
