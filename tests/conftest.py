@@ -115,7 +115,7 @@ def small_heap() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random two-layer LLaMA: hidden 128, 4 heads of 32 (fewer features have no kernel), 2 KV heads, a tokenizer of bytes."""
+    """A folder with a random two-layer LLaMA: hidden 128, 4 heads of 32 (the fewest that kernels have), 2 KV heads, tokens for bytes."""
     folder = tmp_path_factory.mktemp("tiny_model")
     write_tokenizer(folder)
     write_weights(folder)
