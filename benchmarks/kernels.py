@@ -170,6 +170,27 @@ def lora_bias(o: argparse.Namespace) -> Work:
     return Work(kernel, [*arguments, ints(o.T)], 4, lambda: plain(size), size + 4 * rank * o.I, work, "f32_flops")
 
 
+def gated_delta(o: argparse.Namespace) -> Work:
+    """One sequence of T rows: K key heads and H value heads of D features."""
+    channels = (2 * o.K + o.H) * o.D
+    state, width = 3 * channels + o.H * o.D * o.D, channels + o.H * (o.D + 2)
+    sizes = (("KH", o.K), ("VH", o.H), ("DK", o.D), ("DV", o.D), ("TAPS", 4), ("TILED", 0), ("EPS", 1e-6))
+    outs = [empty(o.T, o.H * o.D), empty(o.T, channels + 2 * o.H + o.K), ints()]
+    ins = [
+        floats(o.T, width),
+        floats(4, channels),
+        -np.ones(o.H, np.float32),
+        floats(o.H),
+        floats(o.D),
+        ints(0, 0, 0, 0),
+        ints(*range(1, o.T + 1)),
+    ]
+    kernel = Kernel("gated_delta", "cpu", o.target, sizes, 3, 10)
+    moved = 8 * state + 4 * o.T * (width + o.H * o.D)
+    arguments = [*outs, *ins, ints(0, o.T), ints(int(o.T == 1)), ints(int(o.T == 1), int(o.T > 1))]
+    return Work(kernel, arguments, 2, lambda: plain(4 * state), moved, 8 * o.T * o.H * o.D * o.D, "f32_flops")
+
+
 def norm_qkv_rope_store(o: argparse.Namespace) -> Work:
     sizes = (("E", o.E), ("H", o.H), ("K", o.K), ("D", o.D), ("S", o.S), ("R", o.D), ("MAIN", o.H + 2 * o.K), ("SECOND", 0))
     defines = (
@@ -265,8 +286,9 @@ def kv_append(o: argparse.Namespace) -> Work:
     return Work(kernel, arguments, 0, lambda: plain(size), moved, 0, "f32_flops")
 
 
-STEMS = {f.__name__: f for f in (matmul, norm_gate_up_silu, norm_route, experts_gate_up_silu, experts_down, lora_bias, norm_qkv_rope_store,
-                                 norm_head, attention_decode, attention_prefill, embed, pack, kv_copy, kv_append)}  # fmt: skip
+STEMS = {f.__name__: f for f in (matmul, norm_gate_up_silu, norm_route, experts_gate_up_silu, experts_down, lora_bias, gated_delta,
+                                 norm_qkv_rope_store, norm_head,
+                                 attention_decode, attention_prefill, embed, pack, kv_copy, kv_append)}  # fmt: skip
 
 
 def _unit(o: argparse.Namespace) -> str:

@@ -88,6 +88,16 @@ class LayerCache:
         return self.latent or self.D
 
 
+@dataclass(frozen=True, eq=False)
+class StateCache:
+    """The recurrent states of a layer that has no keys and values: float32 [P, numbers], one row a slot; the last slot is scratch, for
+    padded sequences. What a row means is in `DeltaShape` (backends/operands.py). Its layer reads no blocks: it is in the first group.
+    """
+
+    states: Tensor
+    group: int = 0
+
+
 @dataclass(frozen=True)
 class Batch:
     """One flat batch of T tokens of B sequences: first `num_decodes` sequences with one token each, then chunks of up to `max_query`.
@@ -107,6 +117,9 @@ class Batch:
     num_blocks            blocks of the longest context of the step; an int, or a bound variable so that one capture serves all lengths
     adapters [T]          the adapter of each row, n for the n-th, 0 for none; None where no row of the batch has one
     shared_prefix_lens [B] for each decode, leading tokens in the same blocks as those of the decode before it; None where not computed
+    states [B, 4]         of each sequence the slot of its recurrent states, the slot where they are before the step, a slot for a copy of
+                          them, and after how many of its tokens that is made, 0 for none; the last slot where there is none, and for
+                          padding. None for a model without
     arrived [T, E]        float32: the residual stream from the layers of another process; None where the model begins with its embedding
     others                the same batch for each group of layers after the first: with its own slots, block tables and shared prefixes
     """
@@ -127,6 +140,7 @@ class Batch:
     max_query: int
     shared_prefix_lens: Tensor | None = None
     adapters: Tensor | None = None
+    states: Tensor | None = None
     arrived: Tensor | None = None
     others: tuple[Batch, ...] = ()
 

@@ -20,7 +20,7 @@ VARIANTS = registry.usable_variants(CPU)
 PASSING = [Case("embed", "BF16", "panels"), Case("embed", "Q8_0", "rows"), Case("matmul", "Q5_0"), Case("norm_gate_up_silu", "BF16")]
 PASSING += [Case("norm_head", "F16"), Case("norm_qkv_rope_store", "Q4_0", cache="F16"), Case("kv_append", cache="BF16"), Case("advance")]
 PASSING += [Case("attention_decode", cache="F32", head_dim=64), Case("attention_prefill", cache="BF16", head_dim=48), Case("kv_copy")]
-PASSING += [Case("sample"), Case("lora_bias")]
+PASSING += [Case("sample"), Case("lora_bias"), Case("gated_delta")]
 PASSING += [Case("attention_decode", cache="BF16", head_dim=64, heads=(14, 2), table_blocks=64)]
 PASSING += [Case("attention_prefill", cache="KV_INT8", head_dim=128, heads=(12, 3), table_blocks=3)]
 PASSING += [Case("attention_decode", cache="KV_INT8", head_dim=48), Case("attention_prefill", cache="KV_INT4", head_dim=64)]

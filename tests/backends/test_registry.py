@@ -164,6 +164,7 @@ def test_every_op_of_a_backend_has_a_source(kind):
         "experts_gate_up_silu",
         "experts_down",
         "lora_bias",
+        "gated_delta",
     }
 
 

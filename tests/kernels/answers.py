@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from tests.kernels import delta_rule
 from tinyvllm.backends import selftest
-from tinyvllm.backends.cases import adapters, attention, expected, inputs, products, tokens
+from tinyvllm.backends.cases import adapters, attention, expected, inputs, products, states, tokens
 from tinyvllm.backends.cases.inputs import EPS, PERIOD, Arrays, S, activations, columns, numbers, numbers_of, weight_rows
 from tinyvllm.batch import NO_SLOT
 from tinyvllm.quant.formats import Layout, formats_in
@@ -24,6 +25,7 @@ def answers() -> Arrays:
     fixed = {"kv_append": kv_append(), "advance": advance(), "kv_copy": kv_copy(), "sample": sample(), "pack_tiles": {"equal": np.ones(1)}}
     found = {f"{stem}/{name}": array for stem, arrays in fixed.items() for name, array in arrays.items()}
     found |= {f"lora_bias/{name}": array for name, array in lora_bias().items()}
+    found |= {f"gated_delta/{name}": array for name, array in gated_delta().items()}
     found |= {f"norm_route {numbers_of('F32')}/{name}": array for name, array in expected.route("F32").items()}
     for format in dict.fromkeys(name for layout in Layout for name in formats_in(layout)):
         label = numbers_of(format)
@@ -69,6 +71,21 @@ def lora_bias() -> Arrays:
         for p, (start, end) in enumerate(zip(adapters.STARTS, ends)):
             y[t, start:end] += (a[n - 1, p] @ x[t]) @ b[n - 1, :, start:end] if n else 0
     return {"y": y, "same": np.ones(1)}
+
+
+def gated_delta() -> Arrays:
+    given, rows, first = states.arrays(), [], 0
+    held = given["states"].astype(np.float64)
+    was = held.copy()
+    for start, length, (slot, source, copy, at) in zip(states.STARTS, states.LENGTHS, states.SLOTS, strict=True):
+        if length:
+            y, before = given["y"][first : first + length], was[source] * (start > 0)
+            values, held[slot] = delta_rule.gated_delta(states.SHAPE, y, before, given, EPS)
+            if at:
+                held[copy] = delta_rule.gated_delta(states.SHAPE, y[: at - start], before, given, EPS)[1]
+            rows += [*values]
+        first += max(1, length)
+    return {"y": np.array(rows).reshape(-1)[:: states.EVERY // 16], "states": held.reshape(-1)[:: states.EVERY]}
 
 
 def kv_append() -> Arrays:

@@ -81,6 +81,25 @@ def lora_bias(target: str, T: int = 15, E: int = 96, O: int = 112, norm: bool = 
     return kernel("lora_bias", target, 2, [blank(T, O), blank(T, E + parts * R), *ins], **sizes, **policy)
 
 
+def gated_delta(target: str, T: int = 15, KH: int = 2, VH: int = 6, DK: int = 32, DV: int = 48) -> Call:
+    """Three decodes of four rows, and two chunks, the second of which begins its sequence."""
+    channels = 2 * KH * DK + VH * DV
+    state = 3 * channels + VH * DK * DV
+    positions = int32(4, 0, 9, 0, *range(7, 14), *range(4))
+    slots = int32(5, 5, 6, 0, 0, 0, 7, 1, 2, 2, 8, 0, 8, 8, 8, 0, 1, 4, 8, 0, 3, 3, 9, 2)
+    ins = [
+        floats(T, channels + VH * DV + 2 * VH),
+        floats(4, channels),
+        -np.abs(floats(VH)),
+        floats(VH),
+        floats(DV),
+        slots,
+    ]
+    ins += [positions, int32(0, 1, 2, 3, 4, 11, 15), int32(3), int32(4, 2)]
+    arrays = [blank(T, VH * DV), blank(T, channels + 2 * VH + KH), floats(10, state), *ins]
+    return kernel("gated_delta", target, 3, arrays, KH=KH, VH=VH, DK=DK, DV=DV, TAPS=4, TILED=1, EPS=1e-6)
+
+
 def matmul_normed(target: str, T: int = 15, I: int = 96, O: int = 48) -> Call:
     ins = [floats(T, I), panels("BF16", O, I), floats(O), floats(T, O), int32(T)]
     sizes = {"I": I, "O": O, "WEIGHT": "BF16", "BIAS": 0, "RESIDUAL": 1, "ACTIVATION": 0}
@@ -310,6 +329,7 @@ def _samples() -> dict[str, Callable[[str], Call]]:
         samples[f"quantize {format}"] = functools.partial(quantize, format, weighted=weighted)
     samples["lora_bias"] = lora_bias
     samples["lora_bias without norm"] = functools.partial(lora_bias, norm=False)
+    samples["gated_delta"] = gated_delta
     samples["norm_route with policies"] = norm_route_with_policies
     for stem in ("experts_gate_up_silu", "experts_down"):
         samples[f"{stem} BF16 with biases"] = functools.partial(experts_with_biases, stem)

@@ -94,6 +94,69 @@ class AdapterStack:
     starts: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class DeltaShape:
+    """Heads of the gated delta rule: `key_heads` of `key_dim` features, `value_heads` of `value_dim`; `taps` of the convolution.
+
+    tiled  value head h has the key head h % key_heads, instead of h key_heads / value_heads
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    tiled: bool = False
+
+    @property
+    def keys(self) -> int:
+        """Features of all key heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Features of all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """What the convolution reads of a row: q, k and v."""
+        return 2 * self.keys + self.values
+
+    @property
+    def width(self) -> int:
+        """What a row's projections give: q, k, v, z, and of each value head b and a."""
+        return self.channels + self.values + 2 * self.value_heads
+
+    @property
+    def state(self) -> int:
+        """Numbers of a sequence's state: the last taps - 1 rows of q, k and v, then S of each value head, `lanes` columns at a time."""
+        return (self.taps - 1) * self.channels + self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def lanes(self) -> int:
+        """Columns of S that lie side by side: those that kernels compute together."""
+        return self.lanes_of(self.value_dim)
+
+    @staticmethod
+    def lanes_of(value_dim: int) -> int:
+        return value_dim if value_dim % 16 else 16
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaWeights:
+    """Of a layer with the gated delta rule, float32: taps [taps channels], the last for the row itself; decay [VH], below 0; shift [VH],
+    which is added to a; norm [DV] with its eps.
+    """
+
+    shape: DeltaShape
+    taps: Tensor
+    decay: Tensor
+    shift: Tensor
+    norm: Tensor
+    eps: float
+
+
 RouterBias = Literal["", "logits", "choice"]
 
 

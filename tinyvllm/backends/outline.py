@@ -12,6 +12,7 @@ from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.operands import (
     QKV,
     AdapterStack,
+    DeltaWeights,
     DrawInputs,
     GateClamp,
     History,
@@ -21,7 +22,7 @@ from tinyvllm.backends.operands import (
     Routing,
     RoutingPolicy,
 )
-from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.batch import Batch, LayerCache, StateCache
 from tinyvllm.placement import Placement, RankGroup
 from tinyvllm.quant.formats import Layout
 from tinyvllm.quant.layouts import RowSource
@@ -91,6 +92,9 @@ class Outline:
         self, variant: str, x: Tensor, norm: NormWeights | None, stack: AdapterStack, bias: Tensor | None, adapters: Tensor, rows: Tensor
     ) -> Tensor:
         return empty(x, int(x.shape[0]), int(stack.b.shape[2]))
+
+    def gated_delta(self, variant: str, y: Tensor, weights: DeltaWeights, cache: StateCache, batch: Batch) -> Tensor:
+        return empty(y, int(y.shape[0]), weights.shape.values)
 
     def all_reduce(
         self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None

@@ -41,6 +41,7 @@ STEMS = (
     "attention_prefill",
     "matmul",
     "lora_bias",
+    "gated_delta",
     "norm_gate_up_silu",
     "norm_route",
     "experts_gate_up_silu",

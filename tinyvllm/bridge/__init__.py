@@ -74,7 +74,7 @@ from tinyvllm.bridge.node import Program, code_address, launch_program, load_obj
 from tinyvllm.bridge.programs import enable_program_cache
 from tinyvllm.bridge.recording import Recorded
 from tinyvllm.bridge.renderer import emulate_half_without_f16c, render_bfloat16_as_bits
-from tinyvllm.bridge.scatter import scatter_add, store_kv, store_latents, store_packed_kv
+from tinyvllm.bridge.scatter import scatter_add, store_kv, store_latents, store_packed_kv, store_states
 from tinyvllm.bridge.tensors import alias, byte_spans, copied, device_buffer, empty, mapped, shared_zeros, spans
 from tinyvllm.bridge.timing import TimedProgram
 from tinyvllm.bridge.waiting import synchronize
@@ -90,6 +90,7 @@ __all__ = [
     "load_object", "load_program", "mapped", "metal_bindings", "metal_buffer_over", "name_process_tensor", "opaque_memory", "opened_device",
     "peek", "prefer_device", "profiling", "raise_memory_errors", "read_async", "recover_device", "release_deferred", "remove_hooks",
     "render_bfloat16_as_bits", "repeat", "replace_copy_in", "resident", "run_program", "scatter_add", "share_programs", "shared_zeros",
-    "spans", "start_timing", "stop_timing", "store_kv", "store_latents", "store_packed_kv", "synchronize", "time_generated_kernels",
+    "spans", "start_timing", "stop_timing", "store_kv", "store_latents", "store_packed_kv", "store_states", "synchronize",
+    "time_generated_kernels",
     "tinygrad_setting", "tinygrad_settings", "to_objc_string", "uninitialized", "upload", "upload_parts", "use_c_compiler", "use_graph",
 ]  # fmt: skip

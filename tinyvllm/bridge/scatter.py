@@ -5,7 +5,7 @@ from __future__ import annotations
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.uop.ops import KernelInfo
 
-from tinyvllm.batch import LayerCache
+from tinyvllm.batch import LayerCache, StateCache
 
 
 def store_kv(cache: LayerCache, k: Tensor, v: Tensor, slots: Tensor) -> LayerCache:
@@ -43,6 +43,24 @@ def store_latents(cache: LayerCache, k: Tensor, slots: Tensor) -> LayerCache:
         return sink
 
     return cache.after(*cache.keys.custom_kernel(cache.values, k, slots, fxn=program)[:2])
+
+
+def store_states(cache: StateCache, slots: Tensor, rows: Tensor, result: Tensor) -> Tensor:
+    """`result` [T, D] in memory of its own, once rows [B, N] are stored at slots [B] of the cache, in place.
+
+    Slots are distinct but for that of padding. The copy is what makes a step store: nothing else reads the cache after it.
+    """
+
+    def program(states: UOp, copy: UOp, rows: UOp, result: UOp, slots: UOp) -> UOp:
+        b, n = UOp.range(rows.shape[0], 0), UOp.range(rows.shape[1], 1)
+        t, d = UOp.range(result.shape[0], 2), UOp.range(result.shape[1], 3)
+        stored = states[slots[b].cast(dtypes.weakint), n].store(rows[b, n]).end(b, n)
+        copied = copy[t, d].store(result[t, d]).end(t, d)
+        sink: UOp = UOp.sink(stored, copied, arg=KernelInfo(name="store_states"))
+        return sink
+
+    copy = Tensor.empty(*result.shape, dtype=result.dtype, device=result.device)
+    return cache.states.custom_kernel(copy, rows, result, slots, fxn=program)[1]
 
 
 def _stored_slot(keys: UOp, slots: UOp, t: UOp, S: int) -> UOp:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 
-from tinyvllm.backends.operands import KernelTable, TensorWeight, Weight
+from tinyvllm.backends.operands import KernelTable, TensorWeight, Weight, matrices_of
 from tinyvllm.backends.registry import select
 from tinyvllm.ops.facts import product_facts
 from tinyvllm.ops.linear import product
@@ -55,6 +55,17 @@ def norm_head(
         if changed:  # two logits may become equal: the largest is looked for afterwards
             return _finished(norm_head(x, norm, weight, rows, count)[0], divisor, cap).contiguous(), None
     return _finished(product(norm(x[rows]).contiguous(), weight), divisor, cap), None
+
+
+def norm_products(x: Tensor, norm: Norm, weight: Weight, rows: Tensor) -> Tensor:
+    """norm(x) times weight [O, I], float32 [T, O], of the first `rows` [1] int32 rows of x [T, I]: each matrix by the kernel of
+    `norm_head`, whose norm has one order of sums whatever the other rows are.
+    """
+    if isinstance(weight, TensorWeight):
+        return product(norm(x).contiguous(), weight)
+    every = Tensor.arange(int(x.shape[0]), dtype=dtypes.int32, device=x.device).contiguous()
+    parts = [norm_head(x, norm, part, every, rows)[0] for part in matrices_of(weight)]
+    return (parts[0] if len(parts) == 1 else parts[0].cat(*parts[1:], dim=1)).contiguous()
 
 
 def _finished(logits: Tensor, divisor: float, cap: float) -> Tensor:

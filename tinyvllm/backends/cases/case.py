@@ -13,7 +13,7 @@ from tinyvllm.quant.kv import KV_FORMATS
 TESTED = frozenset(
     {
         "embed", "norm_qkv_rope_store", "kv_append", "attention_decode", "attention_prefill", "matmul", "norm_gate_up_silu", "norm_head",
-        "norm_route", "experts_gate_up_silu", "experts_down", "lora_bias", "advance", "kv_copy", "sample", "pack_tiles",
+        "norm_route", "experts_gate_up_silu", "experts_down", "lora_bias", "gated_delta", "advance", "kv_copy", "sample", "pack_tiles",
     }
 )  # fmt: skip
 MAX_HEADS = 256  # of a case: each has a copy of inputs
@@ -74,6 +74,7 @@ _TOLERANCES = dict.fromkeys(("matmul", "norm_gate_up_silu", "experts_gate_up_sil
     "lora_bias": {"y": _PRODUCT, "same": 0.0},
     "norm_head": {"logits": _PRODUCT, "best": 0.0},
     "norm_route": {"shares": _PRODUCT},
+    "gated_delta": {"y": _PRODUCT, "states": _PRODUCT},
 }
 
 

@@ -14,6 +14,7 @@ from tinyvllm.backends.cases.experts import experts_down, experts_gate_up_silu, 
 from tinyvllm.backends.cases.inputs import PERIOD, Arrays, repeated
 from tinyvllm.backends.cases.products import embed, matmul, norm_gate_up_silu, norm_head, norm_qkv_rope_store, pack_tiles
 from tinyvllm.backends.cases.site import Site
+from tinyvllm.backends.cases.states import gated_delta
 from tinyvllm.backends.cases.tokens import advance, sample
 
 Run = Callable[[Site, Case], list[Arrays]]
@@ -26,6 +27,7 @@ CASES: Mapping[str, Run] = {
     "matmul": matmul,
     "norm_gate_up_silu": norm_gate_up_silu,
     "lora_bias": lora_bias,
+    "gated_delta": gated_delta,
     "norm_route": norm_route,
     "experts_gate_up_silu": experts_gate_up_silu,
     "experts_down": experts_down,

@@ -16,6 +16,7 @@ from tinyvllm.backends.cpu.graph import CpuGraph
 from tinyvllm.backends.cpu.launch import compile_ahead, launch, row_numbers
 from tinyvllm.backends.cpu.limits import LIMITS
 from tinyvllm.backends.cpu.prepared import MAX_THREADS, prepared_bytes
+from tinyvllm.backends.cpu.states import StateKernels
 from tinyvllm.backends.cpu.tiles import tiles_refused
 from tinyvllm.backends.cpu.toolchain import compiler_state, cpu_features, processor, processor_name
 from tinyvllm.backends.kernel import Constant, Kernel
@@ -54,7 +55,7 @@ PARTITION = 256  # keys that one unit of work of attention_decode reads
 _REPORT_BYTES, _SAMPLE_CHUNK = 192, 128  # of sample.c: what a thread tells the others, and tokens of a chunk
 
 
-class CpuBackend(ExpertKernels):
+class CpuBackend(ExpertKernels, StateKernels):
     """Kernels in C for x86-64 and ARM."""
 
     name = "cpu"

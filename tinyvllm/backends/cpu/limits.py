@@ -40,6 +40,7 @@ LIMITS: Limits = {
     "attention_prefill": _ATTENTION,
     "matmul": (_INPUTS, _ONE_FORMAT, normed_in_sixteens),
     "lora_bias": (multiple_of("inputs", 16), multiple_of("outputs", 16), no_layer_norm),
+    "gated_delta": (_HEADS, multiple_of("outputs", 16)),
     "norm_gate_up_silu": (multiple_of("outputs", 16), _INPUTS, no_layer_norm),
     "norm_route": (_INPUTS, _ONE_FORMAT, no_layer_norm),
     "experts_gate_up_silu": (multiple_of("outputs", 16), _INPUTS, no_layer_norm, grouped_rows),

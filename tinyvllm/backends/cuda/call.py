@@ -26,6 +26,7 @@ from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, Ke
 from tinyvllm.backends.shapes import Attention, Heads, Product
 from tinyvllm.backends.without_adapters import WithoutAdapters
 from tinyvllm.backends.without_experts import WithoutExperts
+from tinyvllm.backends.without_states import WithoutStates
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import (
     DeviceHooks,
@@ -50,7 +51,7 @@ OLDEST = {plan.BASE: 80}
 PRODUCTS = ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head")
 
 
-class CudaBackend(WithoutAdapters, WithoutExperts):
+class CudaBackend(WithoutAdapters, WithoutExperts, WithoutStates):
     """Kernels for NVIDIA GPUs of compute capability 8.0 and later."""
 
     name = "cuda"

@@ -31,6 +31,7 @@ from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, Ke
 from tinyvllm.backends.shapes import Attention, Heads, Product
 from tinyvllm.backends.without_adapters import WithoutAdapters
 from tinyvllm.backends.without_experts import WithoutExperts
+from tinyvllm.backends.without_states import WithoutStates
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import (
     DeviceHooks,
@@ -85,7 +86,7 @@ def _of_op(stem: str) -> Callable[[Method], Method]:
     return wrap
 
 
-class MetalBackend(WithoutAdapters, WithoutExperts):
+class MetalBackend(WithoutAdapters, WithoutExperts, WithoutStates):
     """Kernels for the GPUs of Apple Silicon."""
 
     name = "metal"
