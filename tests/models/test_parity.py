@@ -86,7 +86,9 @@ def check_logits(llm: LLM, prompt: Prompt) -> None:
 
 
 # Their kernels, names and keys are in the plain suite by a family with the same policies; the rest, half a minute, is long.
-RARE = frozenset(("qwen2moe", "gpt-oss-clamped", "granitemoe", "glm4moe", "dots1", "ernie4.5moe", "deepseek2-groups", "glm4moelite"))
+RARE = frozenset(
+    ("qwen2moe", "gpt-oss-clamped", "granitemoe", "glm4moe", "dots1", "ernie4.5moe", "deepseek2-groups", "glm4moelite", "qwen3next")
+)
 
 
 def marked(names: Iterable[str], plain: frozenset[str] = frozenset()) -> list[Any]:
@@ -99,7 +101,9 @@ def test_safetensors(name: str) -> None:
     check(GOLDEN / name, name)
 
 
-@pytest.mark.parametrize("name", marked([name for name, family in FAMILIES.items() if family.gguf], frozenset(("qwen2moe", "glm4moe"))))
+@pytest.mark.parametrize(
+    "name", marked([name for name, family in FAMILIES.items() if family.gguf], frozenset(("qwen2moe", "glm4moe", "qwen3next")))
+)
 def test_gguf(name: str, tmp_path: Path) -> None:
     write_gguf(GOLDEN / name, tmp_path / "model.gguf", FAMILIES[name].gguf or "")
     check_in_pieces(tmp_path / "model.gguf", name)
@@ -137,6 +141,24 @@ def test_a_gguf_file_with_one_matrix_for_keys_and_values(tmp_path: Path) -> None
     assert greedy(open_model(tmp_path / "model.gguf"), golden) == [prompt.tokens for prompt in golden]
 
 
+@pytest.mark.long
+def test_experts_of_a_layer_in_one_tensor(tmp_path: Path) -> None:
+    """As Qwen3.5 is published, with a layer for drafts, which is not read."""
+    stored = read_folder(GOLDEN / "qwen3.5moe")
+    tensors = {name: value for name, value in stored.items() if ".experts." not in name} | {"mtp.fc.weight": np.ones((4, 4), np.float32)}
+    config = json.loads((GOLDEN / "qwen3.5moe" / "config.json").read_text())
+    for layer in range(config["num_hidden_layers"]):
+        own = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            np.stack([stored[f"{own}.{expert}.{part}_proj.weight"] for expert in range(config["num_experts"])])
+            for part in ("gate", "up", "down")
+        )
+        tensors |= {f"{own}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{own}.down_proj": down}
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(GOLDEN / "qwen3.5moe" / "config.json", tmp_path)
+    check(tmp_path, "qwen3.5moe")
+
+
 def old_keys(config: dict[str, Any]) -> dict[str, Any]:
     """`config` as transformers 4 wrote it, which is how most checkpoints on the hub look."""
     rope = config.pop("rope_parameters")
@@ -152,6 +174,13 @@ def old_keys(config: dict[str, Any]) -> dict[str, Any]:
         config["rope_scaling"] = rope if rope["rope_type"] != "default" else None
     config.pop("head_dim" if config["model_type"] in ("llama", "mistral") else "layer_types", None)
     return config
+
+
+def published_qwen35(config: dict[str, Any]) -> dict[str, Any]:
+    """With what positions in images need, and without a list of the layers."""
+    config.pop("layer_types")
+    rope = config["rope_parameters"] | {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
+    return config | {"rope_parameters": rope, "attn_output_gate": True, "full_attention_interval": 2, "mtp_num_hidden_layers": 1}
 
 
 def hub_ernie(config: dict[str, Any]) -> dict[str, Any]:
@@ -170,6 +199,7 @@ def hub_ernie(config: dict[str, Any]) -> dict[str, Any]:
         ("qwen2-window", old_keys),
         ("qwen3moe", old_keys),
         ("ernie4.5", hub_ernie),
+        ("qwen3.5", published_qwen35),
     ],
 )
 def test_other_spellings_of_the_config(name: str, change: Callable[[dict[str, Any]], dict[str, Any]], tmp_path: Path) -> None:

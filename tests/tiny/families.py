@@ -74,7 +74,7 @@ def _rope(theta: float, **more: Any) -> dict[str, Any]:
 
 
 def _family(kind: str, config: dict[str, Any], **how: Any) -> Family:
-    return Family(_CLASSES[kind], kind + ("TextConfig" if kind == "Gemma3" else "Config"), config, **how)
+    return Family(_CLASSES[kind], kind + ("TextConfig" if kind in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else "Config"), config, **how)
 
 
 _CLASSES = {
@@ -84,6 +84,9 @@ _CLASSES = {
     "Qwen3": "Qwen3ForCausalLM",
     "Qwen3Moe": "Qwen3MoeForCausalLM",
     "Qwen2Moe": "Qwen2MoeForCausalLM",
+    "Qwen3Next": "Qwen3NextForCausalLM",
+    "Qwen3_5": "Qwen3_5ForCausalLM",
+    "Qwen3_5Moe": "Qwen3_5MoeForCausalLM",
     "GptOss": "GptOssForCausalLM",
     "GraniteMoe": "GraniteMoeForCausalLM",
     "GraniteMoeShared": "GraniteMoeSharedForCausalLM",
@@ -115,6 +118,10 @@ _DEEPSEEK: dict[str, Any] = _MOE | {
     "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 48,
     "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1,
     "rope_parameters": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+}  # fmt: skip
+_DELTA: dict[str, Any] = {
+    "head_dim": 32, "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 48,
 }  # fmt: skip
 _GPT_OSS = _llama(
     head_dim=32,
@@ -291,6 +298,15 @@ FAMILIES: dict[str, Family] = {
         "Glm4MoeLite",
         _llama(**_DEEPSEEK | {"q_lora_rank": 32, "routed_scaling_factor": 1.8, "rope_parameters": _rope(1000000.0)}),
         gguf="deepseek2",
+    ),
+    "qwen3next": _family(
+        "Qwen3Next", _llama(**_DELTA | _MOE | {"num_experts": 8, "shared_expert_intermediate_size": 64}), gguf="qwen3next"
+    ),
+    "qwen3.5": _family("Qwen3_5", _llama(**_DELTA | {"rope_parameters": _rope(1000000.0, partial_rotary_factor=0.5)}), gguf="qwen35"),
+    "qwen3.5moe": _family(
+        "Qwen3_5Moe",
+        _llama(**_DELTA | _MOE | {"num_experts": 8, "shared_expert_intermediate_size": 64, "tie_word_embeddings": True}),
+        gguf="qwen35moe",
     ),
     "qwen3moe-mixed": _family("Qwen3Moe", _llama(head_dim=16, num_experts=4, norm_topk_prob=False, mlp_only_layers=[0], **_MOE)),
 }

@@ -21,6 +21,7 @@ transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)  # models this small only wait for the other threads
 
 GAP = 5e-3  # least distance of the best logit from the second at every greedy step: 1e-3 is float noise's, with room
+_NORMS_AT_0 = ("Gemma", "Qwen3Next", "Qwen3_5")  # whose weights are stored as 1 less
 DISTINCT = 12  # least number of different tokens among the greedy ones of a prompt
 
 
@@ -45,7 +46,7 @@ def write_checkpoint(family: Family, seed: int, folder: Path) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.copy_(_random(name, weight, generator, norms_at=0.0 if family.model_class.startswith("Gemma") else 1.0))
+            weight.copy_(_random(name, weight, generator, norms_at=0.0 if family.model_class.startswith(_NORMS_AT_0) else 1.0))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
@@ -62,7 +63,12 @@ def _random(name: str, weight: torch.Tensor, generator: torch.Generator, norms_a
     noise = torch.randn(weight.shape, generator=generator)
     if name.endswith("bias"):
         return 0.2 * noise
+    if name.endswith("A_log"):  # the state of a layer with the gated delta rule lasts for some tens of tokens
+        return noise - 3
+    if "linear_attn.conv1d" in name:
+        return 0.5 * noise
     if weight.ndim == 1:  # norms
+        norms_at = 1.0 if name.endswith("linear_attn.norm.weight") else norms_at
         return norms_at + 0.3 * noise
     if name.endswith(("embed_tokens.weight", "wte.weight", "wpe.weight")):
         return 0.2 * noise

@@ -53,6 +53,7 @@ _LAYER = {
 _OTHER_NORMS = {  # by architecture: norms that the same names in Hugging Face's files do not mean elsewhere
     "olmo2": {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
     "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
+    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), {"post_attention_layernorm": "post_attention_norm"}),
     "glm4moe": {"post_attention_layernorm": "post_attention_norm"},
     "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
     "gemma": {
@@ -73,6 +74,7 @@ _INTERLEAVED = (
     "granitemoe",
     "mistral3",
 )  # whose rotary pairs are adjacent in GGUF, but not in Hugging Face's files
+_NORMS_AT_0 = ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
 _TOP = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -108,6 +110,9 @@ def gguf_tensors(tensors: dict[str, np.ndarray], config: dict[str, Any], arch: s
     out: dict[str, np.ndarray] = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, value in tensors.items():
+        if ".linear_attn." in name:
+            out |= _delta(name, value, config, arch)
+            continue
         if fused := _fused(name, value):
             out |= fused
             continue
@@ -120,7 +125,7 @@ def gguf_tensors(tensors: dict[str, np.ndarray], config: dict[str, Any], arch: s
             value = interleave(value, config["num_attention_heads"])
         if arch in _INTERLEAVED and ".k_proj." in name:
             value = interleave(value, config["num_key_value_heads"])
-        if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+        if arch in _NORMS_AT_0 and name.endswith("norm.weight"):
             value = value + 1
         if ".kv_b_proj." in name and split_kv_b:
             out |= _split_kv_b(_gguf_name(name, arch), value, config)
@@ -154,6 +159,39 @@ def _fused(name: str, value: np.ndarray) -> dict[str, np.ndarray]:
         return {}
     gate, up = (np.ascontiguousarray(half) for half in np.split(value, 2, axis=-2))
     return {f"{blk}.ffn_gate_{place}.weight": gate, f"{blk}.ffn_up_{place}.weight": up}
+
+
+def _delta(name: str, value: np.ndarray, config: dict[str, Any], arch: str) -> dict[str, np.ndarray]:
+    """A tensor of a layer with the gated delta rule. For `qwen3next` rows of all key heads' q, k, v; of z; b and a as they are; for the
+    others value heads that share a key head are apart: first of all key heads one, then of all the next.
+    """
+    blk, part = f"blk.{name.split('.')[2]}", name.split(".linear_attn.")[1]
+    KH, VH, DK, DV = (config[f"linear_{key}"] for key in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
+    group, keys = VH // KH, KH * DK
+
+    def ordered(rows: np.ndarray, width: int) -> np.ndarray:
+        if arch == "qwen3next":
+            return rows
+        return rows.reshape(KH, group, width, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
+
+    if part == "in_proj_qkvz.weight":
+        heads = value.reshape(KH, -1, value.shape[1])
+        parts = np.split(heads, np.cumsum([DK, DK, group * DV]).tolist(), axis=1)
+        q, k, v, z = (np.ascontiguousarray(one).reshape(-1, value.shape[1]) for one in parts)
+        return {f"{blk}.attn_qkv.weight": np.concatenate([q, k, v]), f"{blk}.attn_gate.weight": z}
+    if part in ("in_proj_qkv.weight", "conv1d.weight"):
+        rows = value.reshape(value.shape[0], -1)
+        name = "attn_qkv" if part.startswith("in") else "ssm_conv1d"
+        return {f"{blk}.{name}.weight": np.concatenate([rows[: 2 * keys], ordered(rows[2 * keys :], DV)])}
+    if part == "out_proj.weight":
+        return {f"{blk}.ssm_out.weight": np.ascontiguousarray(ordered(value.T, DV).T)}
+    plain = {"in_proj_ba.weight": "ssm_ba.weight", "norm.weight": "ssm_norm.weight"}
+    if part in plain:
+        return {f"{blk}.{plain[part]}": value}
+    own = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "in_proj_z.weight": "attn_gate.weight", "in_proj_b.weight": "ssm_beta.weight",
+           "in_proj_a.weight": "ssm_alpha.weight"}[part]  # fmt: skip
+    value = -np.exp(value) if part == "A_log" else value
+    return {f"{blk}.{own}": np.ascontiguousarray(ordered(value, DV if part == "in_proj_z.weight" else 1))}
 
 
 def _split_kv_b(name: str, value: np.ndarray, config: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -288,6 +326,8 @@ def _write_parameters(writer: Any, config: dict[str, Any]) -> None:
     if config["model_type"] == "phi3" or (config["model_type"] == "mistral" and config["sliding_window"]):
         writer.add_sliding_window(config["sliding_window"] or 0)
     _write_policies(writer, config)
+    if "linear_num_key_heads" in config:
+        _write_delta(writer, config)
     if "kv_lora_rank" in config:
         _write_latent(writer, config)
     _write_rope(writer, config)
@@ -320,6 +360,16 @@ def _write_policies(writer: Any, config: dict[str, Any]) -> None:
         writer.add_sliding_window(config["sliding_window"])
         if config["model_type"] != "gemma2":
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+
+
+def _write_delta(writer: Any, config: dict[str, Any]) -> None:
+    values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_inner_size(values)
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_rope_dimension_count(int(_head_dim(config) * config["rope_parameters"]["partial_rotary_factor"]))
 
 
 def _write_latent(writer: Any, config: dict[str, Any]) -> None:

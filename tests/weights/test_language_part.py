@@ -20,6 +20,7 @@ WHOLE = {
     "gemma3": "Gemma3ForConditionalGeneration",
     "ministral3": "Mistral3ForConditionalGeneration",
     "mistral": "Mistral3ForConditionalGeneration",
+    "qwen3.5": "Qwen3_5ForConditionalGeneration",
 }
 OTHERS = "vision_tower.patch_conv.weight", "multi_modal_projector.linear.weight"
 ONES = TensorRecord("", "F32", (4, 4), np.ones(16, np.float32).view(np.uint8))
@@ -54,7 +55,7 @@ def save(folder: Path, tensors: dict[str, TensorRecord]) -> None:
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + body)
 
 
-@pytest.mark.parametrize(("family", "version"), [("gemma3", 4), ("gemma3", 5), ("ministral3", 5), ("mistral", 4)])
+@pytest.mark.parametrize(("family", "version"), [("gemma3", 4), ("gemma3", 5), ("ministral3", 5), ("mistral", 4), ("qwen3.5", 5)])
 def test_tokens_are_those_of_the_language_model(tmp_path: Path, family: str, version: int, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         check(written(tmp_path, family, version), family)

@@ -33,6 +33,8 @@ def open_draft_model(config: EngineConfig, chosen: SpeculativeConfig, target: Ru
 
     own = draft_model_config(config, chosen)
     opened = open_model(own, config.device)
+    if opened.config.delta is not None:
+        raise ArgumentError(f"speculative_config: the draft model {own.model!r:.200} has recurrent states; give a model without")
     length = min(target.max_model_len, opened.config.max_context)
     own = replace(own, num_blocks=target.pool.num_blocks, max_model_len=length)
     runner = load_runner(own, None, opened)

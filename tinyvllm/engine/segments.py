@@ -181,6 +181,8 @@ class Segments:
         """A segment that holds nothing yet. ArgumentError if it cannot follow `after`, RequestError without a prefix cache."""
         if self._scheduler.prefix is None:
             raise RequestError("segment: segments are kept in the prefix cache, and enable_prefix_caching is False: leave it on")
+        if self._scheduler.limits.recurrent:
+            raise RequestError("segment: not supported where the model has recurrent states (gated DeltaNet), which no block holds")
         if not token_ids:
             raise ArgumentError("segment: a segment needs at least one token, got an empty text or list")
         if after is not None:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.cache.prefix import PrefixCache
+from tinyvllm.cache.snapshots import StateSnapshots
 from tinyvllm.config import EngineConfig, expand_home
 from tinyvllm.engine.drafter_memory import drafter_memory, log_division
 from tinyvllm.engine.prefix_store import PrefixStore
+from tinyvllm.engine.recurrent import fitted_to_states
 from tinyvllm.engine.tools.plan_sizes import make_sizes
 from tinyvllm.errors import ModelError, OutOfMemoryError
 from tinyvllm.host_memory import headroom, is_out_of_memory
@@ -45,6 +47,7 @@ def load_runner(config: EngineConfig, progress: Progress | None, opened: OpenedM
     try:
         with DEVICE_LOCK:
             opened = opened or open_model(config, config.device)
+            config = fitted_to_states(config, opened.config.delta is not None)
             drafter = drafter_memory(config, opened)
             runner = Runner(config, config.device, progress, opened, drafter)
     except OutOfMemoryError as error:
@@ -115,6 +118,7 @@ def new_scheduler(config: EngineConfig, runner: Runner, store: PrefixStore | Non
         groups.window.tokens,
         groups.full,
         groups.windowed,
+        runner.state_slots is not None,
     )
     pool, prefix = BlockPool(blocks.num_blocks, config.block_size), None
     if config.enable_prefix_caching:
@@ -122,7 +126,9 @@ def new_scheduler(config: EngineConfig, runner: Runner, store: PrefixStore | Non
         if store is not None:
             store.restore(prefix)
     host = BlockPool(runner.swap_blocks, config.block_size) if runner.swap_blocks else None
-    return Scheduler(limits, pool, prefix, host, clock)
+    slots = runner.state_slots
+    snapshots = StateSnapshots(slots.copies) if slots is not None and prefix is not None else None
+    return Scheduler(limits, pool, prefix, host, clock, snapshots)
 
 
 def cache_facts(config: EngineConfig, scheduler: Scheduler) -> dict[str, object]:

@@ -12,6 +12,7 @@ from tinygrad.llm.model import TransformerConfig
 
 from tinyvllm.errors import ModelError
 from tinyvllm.foreign import Fields, quoted
+from tinyvllm.ops.delta import DeltaShape
 from tinyvllm.ops.experts import GateClamp, RouterBias
 from tinyvllm.ops.rope import SCALINGS, RopeScaling
 
@@ -42,6 +43,7 @@ class ModelConfig(TransformerConfig):
     """tinygrad's configuration and the fields it lacks: what families differ in. The defaults are LLaMA's.
 
     latent           multi-head latent attention
+    delta, delta_layers  the gated delta rule, and the layers that have it instead of attention; the others have gated attention
     windows          one sliding window per layer, 0 for full attention
     window_rope      theta and scaling of the layers with a window, where they are not those of the others
     no_rope          layers that do not rotate q and k
@@ -60,12 +62,16 @@ class ModelConfig(TransformerConfig):
     biased_experts   whether the experts' products have biases
     gate_clamp       of the experts' gate, None for SiLU or GELU
     sinks            whether each head has a sink: one more score without a value
+    experts_in_one   whether the file has gate and up of all experts in one tensor
+    ignored          patterns of the file's tensors that the model does without
     draft_layers     layers after the last one in the file, which are for drafts and are not read
     """
 
     family: str = "llama"
     tied: bool = False
     latent: Latent | None = None
+    delta: DeltaShape | None = None
+    delta_layers: frozenset[int] = frozenset()
     scaling: RopeScaling = RopeScaling()
     windows: tuple[int, ...] = ()
     window_rope: tuple[float, RopeScaling] | None = None
@@ -92,8 +98,15 @@ class ModelConfig(TransformerConfig):
     biased_experts: bool = False
     gate_clamp: GateClamp | None = None
     sinks: bool = False
+    experts_in_one: bool = False
+    ignored: tuple[str, ...] = ()
     draft_layers: int = 0
     prefix: str = ""  # of the file's tensor names, where checkpoints of one family differ
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers with keys and values."""
+        return self.num_blocks - len(self.delta_layers)
 
 
 class Source(Protocol):
@@ -122,6 +135,7 @@ class WeightRecipe:
     sources: tuple[str, ...]
     transform: Transform | None = field(default=None, compare=False)
     offset: float = 0.0  # added to a vector, in float32
+    logarithm: bool = False  # of a vector x below 0 the file has log(-x)
     share: float = 1.0  # of the matrix, that one row reads: a few of many experts
     stem: str = "matmul"  # the op whose kernels multiply with a matrix
     format: str | None = None  # of a matrix that has it whatever the file has, where kernels multiply with it
@@ -260,3 +274,49 @@ def gguf_windows(fields: Fields, num_layers: int, every: int) -> tuple[int, ...]
 def alternating(window: int, num_layers: int, every: int) -> tuple[int, ...]:
     """`window` in all layers but each whose number, counted from 1, is a multiple of `every`."""
     return tuple(window if (layer + 1) % every else 0 for layer in range(num_layers))
+
+
+_MAX_TAPS, _MAX_HEADS, _MAX_DIM = 16, 1024, 1024  # of the gated delta rule: several times what published models have
+
+
+def hf_delta(fields: Fields) -> dict[str, Any]:
+    """The gated delta rule by config.json: `layer_types`, or else every layer has it but each `full_attention_interval`-th."""
+    layers, kinds = fields.layers(), fields.get("layer_types")
+    if kinds is None:
+        every = fields.integer("full_attention_interval", 4, low=2)
+        kinds = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in ("linear_attention", "full_attention") for kind in kinds):
+        expected = f"layer_types must name linear_attention or full_attention for each of {layers} layers"
+        raise ModelError(f"{fields.where}: {expected}, got {quoted(kinds)}")
+    keys = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
+    sizes = _delta_sizes(fields, dict(zip(keys, (16, 32, 128, 128, 4), strict=True)))
+    key_heads, value_heads, key_dim, value_dim, taps = sizes
+    shape = DeltaShape(key_heads, value_heads, key_dim, value_dim, taps)
+    return _checked_delta(fields, shape, frozenset(i for i, kind in enumerate(kinds) if kind == "linear_attention"), layers)
+
+
+def gguf_delta(source: Source, fields: Fields, layers: int, tiled: bool) -> dict[str, Any]:
+    """The same by GGUF metadata; a layer with the tensor `ssm_a` has it."""
+    keys = ("ssm.group_count", "ssm.time_step_rank", "ssm.state_size", "ssm.inner_size", "ssm.conv_kernel")
+    key_heads, value_heads, key_dim, values, taps = _delta_sizes(fields, dict.fromkeys(keys), _MAX_HEADS * _MAX_DIM)
+    if values % value_heads:
+        raise ModelError(f"{fields.where}: ssm.inner_size {values} cannot be divided among {value_heads} value heads")
+    shape = DeltaShape(key_heads, value_heads, key_dim, values // value_heads, taps, tiled)
+    return _checked_delta(fields, shape, frozenset(i for i in range(layers) if source.shape(f"blk.{i}.ssm_a") is not None), layers)
+
+
+def _delta_sizes(fields: Fields, defaults: Mapping[str, int | None], most_values: int = _MAX_DIM) -> list[int]:
+    """Key heads, value heads, features of a key, features of a value or of all, taps."""
+    limits = (_MAX_HEADS, _MAX_HEADS, _MAX_DIM, most_values, _MAX_TAPS)
+    return [
+        fields.integer(key, default, low=1 + (limit == _MAX_TAPS), high=limit)
+        for (key, default), limit in zip(defaults.items(), limits, strict=True)
+    ]
+
+
+def _checked_delta(fields: Fields, shape: DeltaShape, layers: frozenset[int], count: int) -> dict[str, Any]:
+    if shape.value_heads % shape.key_heads:
+        raise ModelError(f"{fields.where}: {shape.value_heads} value heads cannot be divided among {shape.key_heads} key heads")
+    if not 0 < len(layers) < count:
+        raise ModelError(f"{fields.where}: {len(layers)} of {count} layers have linear attention; expected some of both kinds")
+    return dict(delta=shape, delta_layers=layers)

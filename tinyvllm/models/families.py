@@ -12,8 +12,26 @@ from tinygrad import nn
 
 from tinyvllm.errors import ModelError
 from tinyvllm.foreign import quoted
-from tinyvllm.models import deepseek, dots, ernie, gemma, glm, gpt2, gpt_oss, granite, llama, ministral, mixtral, olmo, phi, qwen, smollm
+from tinyvllm.models import (
+    deepseek,
+    dots,
+    ernie,
+    gemma,
+    glm,
+    gpt2,
+    gpt_oss,
+    granite,
+    llama,
+    ministral,
+    mixtral,
+    olmo,
+    phi,
+    qwen,
+    qwen_next,
+    smollm,
+)
 from tinyvllm.models.config import ModelConfig, Source, Transform, WeightRecipe
+from tinyvllm.models.delta import HybridModel
 from tinyvllm.models.latent import LatentModel
 from tinyvllm.models.understood import Recorded, refuse_unread
 
@@ -60,6 +78,9 @@ FAMILIES = (
     Family(("DeepseekV2ForCausalLM",), ("deepseek2",), deepseek.v2_from_hf, deepseek.from_gguf, deepseek.sources, LatentModel),
     Family(("DeepseekV3ForCausalLM",), (), deepseek.v3_from_hf, deepseek.from_gguf, deepseek.sources, LatentModel),
     Family(("Glm4MoeLiteForCausalLM",), (), deepseek.glm_lite_from_hf, deepseek.from_gguf, deepseek.sources, LatentModel),
+    Family(("Qwen3NextForCausalLM",), ("qwen3next",), qwen_next.next_from_hf, qwen_next.from_gguf, qwen_next.sources, HybridModel),
+    Family(("Qwen3_5ForCausalLM",), ("qwen35",), qwen_next.from_hf, qwen_next.from_gguf, qwen_next.sources, HybridModel),
+    Family(("Qwen3_5MoeForCausalLM",), ("qwen35moe",), qwen_next.from_hf, qwen_next.from_gguf, qwen_next.sources, HybridModel),
     Family(("GPT2LMHeadModel",), ("gpt2",), gpt2.from_hf, gpt2.from_gguf, gpt2.sources, gpt2.GPT2),
 )
 
@@ -143,7 +164,7 @@ def refuse_unused(config: ModelConfig, weights: list[WeightRecipe], names: Itera
     """
     used = {source for weight in weights for source in weight.sources}
     drafts = range(config.num_blocks, config.num_blocks + config.draft_layers)
-    ignorable = [*IGNORABLE, *(f"{prefix}.{layer}.*" for layer in drafts for prefix in ("model.layers", "blk"))]
+    ignorable = [*IGNORABLE, *config.ignored, *(f"{prefix}.{layer}.*" for layer in drafts for prefix in ("model.layers", "blk"))]
     if config.tied:
         ignorable.append("lm_head.weight")
     extra = [name for name in names if name not in used and not any(fnmatchcase(name, pattern) for pattern in ignorable)]
@@ -171,7 +192,8 @@ def _recipe(family: Family, config: ModelConfig, name: str, shape: tuple[int, ..
         name,
         shape,
         *family.sources(config, kind, name),
-        offset=config.norm_offset * name.endswith("norm.weight"),
+        offset=config.norm_offset * (name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")),
+        logarithm=kind == "safetensors" and name.endswith("ssm_a.weight"),
         share=config.num_experts_per_tok / config.num_experts if "_exps." in name else 1.0,
         stem=stem,
         format="F32" if stem == "norm_route" else None,

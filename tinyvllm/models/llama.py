@@ -154,11 +154,14 @@ class Llama(Transformer):
     def __init__(self, config: ModelConfig):
         self.config = config
         with uninitialized():
-            self.blk: list[LlamaBlock] = [self.block_type(config, layer) for layer in range(config.num_blocks)]  # type: ignore[assignment]
+            self.blk: list[LlamaBlock] = [self._block(config, layer) for layer in range(config.num_blocks)]  # type: ignore[assignment]
             self.token_embd = nn.Embedding(config.vocab_size, config.dim)
             self.output_norm = nn.RMSNorm(config.dim, config.norm_eps)
             if not config.tied:
                 self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def _block(self, config: ModelConfig, layer: int) -> LlamaBlock:
+        return self.block_type(config, layer)
 
     def constants(self, max_len: int, context: int) -> dict[str, np.ndarray]:
         """Arrays that `forward_batch` takes after the caches, for sequences of up to `max_len` tokens in an engine of `context`."""
@@ -186,7 +189,8 @@ class Llama(Transformer):
         x = batch.arrived if batch.arrived is not None else self._embedded(batch)
         states = [x]
         rotations = self._rotations(rope[batch.positions])
-        attentions = [PagedAttention(each, caches[0].S) for each in (batch, *batch.others)]
+        block_size = next((cache.S for cache in caches if isinstance(cache, LayerCache)), 1)
+        attentions = [PagedAttention(each, block_size) for each in (batch, *batch.others)]
         for block, cache in zip(self.blk, caches, strict=True):
             x = block.forward_batch(x, batch.of(cache), attentions[cache.group], cache, rotations)
             states.append(x)
@@ -309,7 +313,7 @@ def hf_config(fields: Fields, defaults: Defaults = Defaults(), **differences: An
     values: dict[str, Any] = dict(
         num_blocks=fields.layers(),
         dim=dim,
-        hidden_dim=fields.integer("intermediate_size", low=1),
+        hidden_dim=fields.integer("intermediate_size", differences.get("hidden_dim"), low=1),
         n_heads=heads,
         n_kv_heads=fields.integer("num_key_value_heads", heads, low=1),
         norm_eps=fields.number("rms_norm_eps", defaults.eps),

@@ -56,6 +56,13 @@ class LatentWeights(LayerWeights):
     v_b: Product
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GatedWeights(LayerWeights):
+    """Of a layer whose attention has a gate."""
+
+    gate: Product
+
+
 @dataclass(frozen=True, eq=False)
 class ModelWeights:
     """The two ends of a model, each None in a stage of a pipeline that lacks it. With tied embeddings both read the same matrix."""

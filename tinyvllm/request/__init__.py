@@ -14,10 +14,10 @@ from tinyvllm.request.params import (
     SamplingParams,
     StructuredOutputsParams,
 )  # fmt: skip
-from tinyvllm.request.sequence import Sequence, Status
+from tinyvllm.request.sequence import ONE_OFF_ROW, SCORED_ROW, Sequence, Status
 
 __all__ = [
     "ALL_LOGPROBS", "Adapter", "BeamSearchParams", "CompletionOutput", "Energy", "LoRARequest", "LogitsProcessor", "Logprob",
-    "MAX_LOGPROBS", "MAX_LOGPROB_ENTRIES", "MAX_LOGPROB_TOKEN_IDS", "Receipt", "RequestMetrics", "RequestOutput", "STRUCTURES",
-    "SamplingParams", "Sequence", "Status", "StructuredOutputsParams", "RequestOptions", "ReasoningParams",
+    "MAX_LOGPROBS", "MAX_LOGPROB_ENTRIES", "MAX_LOGPROB_TOKEN_IDS", "ONE_OFF_ROW", "Receipt", "RequestMetrics", "RequestOutput",
+    "SCORED_ROW", "STRUCTURES", "SamplingParams", "Sequence", "Status", "StructuredOutputsParams", "RequestOptions", "ReasoningParams",
 ]  # fmt: skip

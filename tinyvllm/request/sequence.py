@@ -16,6 +16,9 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
+SCORED_ROW, ONE_OFF_ROW = -1, -2  # of sequences outside the schedule: a prompt that is scored, and a pass of its own
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """One sequence of tokens being continued. The scheduler owns `status`, `block_table` and `num_computed`; the engine appends tokens.
@@ -37,7 +40,10 @@ class Sequence:
     num_computed: int = 0
     num_preemptions: int = 0
     num_swaps: int = 0  # preemptions that kept its blocks on the host
-    row: int = -1  # the row of sampling state held while running
+    row: int = SCORED_ROW  # of the sampling state, and of recurrent states, held while running
+    state_source: int = -1  # the copy of recurrent states that its next step begins from, -1 for its own
+    copy_slot: int = 0  # where a copy of its states is made, if copy_at is not 0
+    copy_at: int = 0  # after how many tokens
     options: RequestOptions = field(default_factory=RequestOptions)
     arrival: float = 0.0  # seconds of time.monotonic
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks of known tokens, as far as they were needed

@@ -75,7 +75,7 @@ def _products(opened: OpenedModel) -> Iterator[_ProductShape]:
     """The products that adapters may change: all of attention, and those of an MLP that is no mixture."""
     shapes = {recipe.name: recipe.shape for recipe in opened.recipes}
     for layer, block in enumerate(opened.model.blk):
-        if not hasattr(block, "adapters") or opened.config.latent is not None:
+        if not hasattr(block, "adapters") or opened.config.latent is not None or opened.config.delta is not None:
             raise ModelError(f"enable_lora: adapters are not supported for models of {opened.config.family}; leave it out")
         fields = block.products()
         for field in _FIELDS[:2] if "router" in fields else _FIELDS:

@@ -28,19 +28,21 @@ _CHUNK, _DECODE = Shape(0, 1, MIN_CHUNK, MIN_CHUNK), Shape(1, 0, 0, 1)
 class StepOutlines:
     """The steps of an engine, called where nothing is launched.
 
-    `inputs_of` and `history_of` make the inputs and the history of tokens of a step of a shape.
+    `caches` are those of all layers, `pool` those of layers with keys and values. `inputs_of` and `history_of` make the inputs and the
+    history of tokens of a step of a shape.
     """
 
     def __init__(
         self,
         model: Any,
         pool: KVPool,
+        caches: list[Any],
         constants: dict[str, Tensor],
         placement: Placement,
         inputs_of: Callable[[Shape], StepInputs],
         history_of: Callable[[Shape], History],
     ):
-        self._model, self._pool, self._constants, self._placement = model, pool, constants, placement
+        self._model, self._pool, self._caches, self._constants, self._placement = model, pool, caches, constants, placement
         self._inputs_of, self._history_of = inputs_of, history_of
 
     def compile_ahead(self, config: EngineConfig) -> None:
@@ -64,7 +66,7 @@ class StepOutlines:
             kernels += [*launched, *kernels_of_cases(self._placement, take_selected())]
         if self._placement.is_cuda and config.warm_up:
             batches = (self._inputs_of(shape).batch(1) for shape in common_shapes(config))
-            kernels += kernels_of_steps(self._model, self._pool.layers, self._constants, batches)
+            kernels += kernels_of_steps(self._model, self._caches, self._constants, batches)
         backend = backend_for(self._placement)
         if backend is not None:
             backend.compile_ahead(kernels, self._placement)
@@ -96,7 +98,7 @@ class StepOutlines:
         return [self._inputs_of(replace(shape, adapters=True)) for shape in (_CHUNK, _DECODE) if has_adapters]
 
     def _call_step(self, inputs: StepInputs) -> None:
-        self._model.forward_batch(inputs.batch(1), self._pool.layers, **self._constants)
+        self._model.forward_batch(inputs.batch(1), self._caches, **self._constants)
 
     # the reference of these three would be computed here
 

@@ -35,10 +35,12 @@ class LayerGroups:
 def layer_groups(config: EngineConfig, model: ModelConfig, context: int) -> LayerGroups:
     """The groups of an engine whose longest sequence has `context` tokens.
 
-    One group where all layers have windows, of which the longest decides, or none has one, or where something reads the blocks of all
-    tokens. Otherwise, of the divisions of both kinds into groups of one size, that which holds the longest sequence in the least memory:
-    as in vLLM's hybrid KV cache manager, whose groups have as many layers as the smaller kind.
+    One group where all layers have windows, of which the longest decides, or none has one, or some have recurrent states, or where
+    something reads the blocks of all tokens. Otherwise, of the divisions of both kinds into groups of one size, that which holds the
+    longest sequence in the least memory: as in vLLM's hybrid KV cache manager, whose groups have as many layers as the smaller kind.
     """
+    if model.delta_layers:
+        return _one_group(config, model.kv_layers, 0)
     windows, chunk = model.windows or (0,) * model.num_blocks, config.max_num_batched_tokens
     longest, kept = max(windows), _reason_to_keep(config, all(windows))
     if config.disable_hybrid_kv_cache_manager or not longest or kept:

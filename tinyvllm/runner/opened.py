@@ -11,6 +11,7 @@ from tinygrad.dtype import DType
 
 from tinyvllm.config import EngineConfig, cache_folder, environment, expand_home
 from tinyvllm.distributed.memory import SharedMemory
+from tinyvllm.errors import ModelError
 from tinyvllm.models.config import ModelConfig, WeightRecipe
 from tinyvllm.models.families import check_layers, find_family, read_config, recipes_of, refuse_unused
 from tinyvllm.placement import Placement
@@ -58,7 +59,7 @@ class OpenedModel:
     @property
     def block_bytes(self) -> int:
         """Bytes of a cache block in all layers, and in all ranks."""
-        return self.config.num_blocks * self.block.nbytes * (self.split.group.world_size if self.split else 1)
+        return self.config.kv_layers * self.block.nbytes * (self.split.group.world_size if self.split else 1)
 
     @property
     def weight_bytes(self) -> int:
@@ -114,6 +115,8 @@ def open_model(config: EngineConfig, device: str, start: RankStart | None = None
 def _part_of_rank(config: EngineConfig, opened: OpenedModel, start: RankStart | None) -> OpenedModel:
     """What a rank has of a model that was opened whole."""
     c, model, split, stage, whole = opened.config, opened.model, None, None, None
+    if c.delta is not None:
+        raise ModelError(f"{config.num_ranks} ranks: models with recurrent states (gated DeltaNet) are not divided yet; use one process")
     memory, rank, ends = (start.memory, start.rank, start.stage_ends) if start else (SharedMemory(shared_layout(config, c)), 0, [])
     if config.tensor_parallel_size > 1:
         split = Split(c, rank_group(memory, rank))

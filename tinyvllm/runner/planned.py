@@ -20,6 +20,7 @@ from tinyvllm.runner.outlined import Held
 from tinyvllm.runner.prepare import Shape, StepInputs
 from tinyvllm.runner.roof import ProductRate, Roof, measured_roof
 from tinyvllm.runner.sizes import groups_of
+from tinyvllm.runner.states import all_caches, new_states, state_slots
 
 LAYER_LAUNCHES, STEP_LAUNCHES = 5, 4  # of kernels: docs/kernels.md
 
@@ -60,9 +61,10 @@ def runs_by_reference(kernels: Iterable[KernelChoice]) -> list[str]:
 def planned_kernels(config: EngineConfig, opened: OpenedModel, num_blocks: int, max_model_len: int) -> list[KernelChoice]:
     """The kernel of each op of a prefill, a decode and between steps. `opened.outline()` has given the model its weights."""
     placement, size = opened.plan.placement, config.block_size
-    groups = groups_of(config, opened.config)
-    members = groups.layers if groups.blocks.count > 1 else None
-    pool = KVOutline(len(opened.model.blk), num_blocks, size, opened.block, placement.device, members)
+    groups, c, slots = groups_of(config, opened.config), opened.config, state_slots(config, opened.config)
+    members, layers = groups.layers if groups.blocks.count > 1 else None, len(opened.model.blk) - len(c.delta_layers)
+    pool = KVOutline(layers, num_blocks, size, opened.block, placement.device, members)
+    caches = all_caches(c, pool.layers, new_states(c, slots, placement.device, outline=True))
     arrays = opened.model.constants(max_model_len, config.max_model_len or opened.config.max_context)
     constants = {name: Tensor.empty(*np.shape(a), dtype=dtypes.float32, device=placement.device) for name, a in arrays.items()}
 
@@ -70,13 +72,14 @@ def planned_kernels(config: EngineConfig, opened: OpenedModel, num_blocks: int, 
         stream = shape.tokens * opened.config.dim
         arrived = Tensor.empty(stream, dtype=dtypes.float32, device=placement.device) if opened.takes_stream else None
         width, cascade = -(-max_model_len // size), config.enable_cascade
-        return StepInputs(shape, width, placement.device, cascade=cascade, arrived=arrived, groups=groups.blocks.count)
+        count = groups.blocks.count
+        return StepInputs(shape, width, placement.device, cascade=cascade, arrived=arrived, groups=count, state_slots=slots)
 
     def history(shape: Shape) -> History:
         tokens = Tensor.empty(MAX_SCHEDULER_STEPS, shape.sequences, dtype=dtypes.int32, device=placement.device)
         return History(tokens, Tensor.empty(1, dtype=dtypes.int32, device=placement.device))
 
-    choices = StepOutlines(opened.model, pool, constants, placement, inputs, history).choices()
+    choices = StepOutlines(opened.model, pool, caches, constants, placement, inputs, history).choices()
     return [KernelChoice(one.stem, one.shape, one.variant, one.why) for one in choices]
 
 
@@ -146,7 +149,7 @@ def measured_times(matrices: list[Matrices], opened: OpenedModel, again: bool = 
     """The times of the steps of a model by the machine's roof, measured if need be or with `again`. Errors of `measured_roof`."""
     c, kv_token, device = opened.config, opened.block_bytes // opened.block_size, opened.plan.placement.device
     roof = measured_roof(device, rated_formats(matrices), round(sum(one.nbytes * one.share for one in matrices)), again)
-    return StepTimes(roof, matrices, kv_token, c.num_blocks, c.n_heads * c.head_dim)
+    return StepTimes(roof, matrices, kv_token, c.kv_layers, c.n_heads * c.head_dim)
 
 
 def rated_formats(matrices: Iterable[Matrices]) -> list[str]:

@@ -19,7 +19,9 @@ from tinygrad import Tensor, UOp
 from tinyvllm.batch import NO_SLOT, Batch
 from tinyvllm.bridge import download, upload, upload_parts
 from tinyvllm.config import EngineConfig
+from tinyvllm.request import Sequence
 from tinyvllm.runner.arrays import PackedArrays
+from tinyvllm.runner.states import StateSlots
 from tinyvllm.scheduler import Schedule, Scheduled
 
 MIN_CHUNK = 16  # tokens; every bucket is a capture of some hundred milliseconds, so there are few
@@ -60,9 +62,14 @@ def power_bucket(count: int, minimum: int = 1) -> int:
 
 
 def split(schedule: Schedule) -> tuple[list[Scheduled], list[Scheduled]]:
-    """Entries of one token and its drafts, and chunks: entries of several tokens that the sequence has."""
-    singles = [entry for entry in schedule.entries if entry.num_tokens == 1 or entry.drafts]
-    return singles, [entry for entry in schedule.entries if entry.num_tokens > 1 and not entry.drafts]
+    """Entries of one token and its drafts, and chunks: entries of several tokens that the sequence has, and few of one."""
+    singles = [entry for entry in schedule.entries if _is_single(entry)]
+    return singles, [entry for entry in schedule.entries if not _is_single(entry)]
+
+
+def _is_single(entry: Scheduled) -> bool:
+    """A token whose state is somewhere else is a chunk: the device would take it from there again when it advances a decode."""
+    return bool(entry.drafts) or (entry.num_tokens == 1 and entry.sequence.state_source < 0)
 
 
 def shape_of(singles: list[Scheduled], chunks: list[Scheduled]) -> Shape:
@@ -135,6 +142,7 @@ class StepInputs:
     M is the width of the block table; padded rows have the slot NO_SLOT; `all_rows` wants the logits of every row. Without
     `cascade` decodes keep the schedule's order, and `shared_prefix_lens` is 0 everywhere. `arrived` [T * E] is the buffer of the residual
     stream in a stage of a pipeline that is not the first. Of several `groups` of layers each has slots, a block table and shared prefixes.
+    `state_slots` are those of a model with recurrent states, None for others.
     """
 
     tokens: np.ndarray
@@ -150,6 +158,7 @@ class StepInputs:
     sample_count: np.ndarray
     block_tables: np.ndarray
     adapters: np.ndarray  # where the shape has them
+    states: np.ndarray  # where the model has them
 
     def __init__(
         self,
@@ -160,8 +169,9 @@ class StepInputs:
         cascade: bool = True,
         arrived: Tensor | None = None,
         groups: int = 1,
+        state_slots: StateSlots | None = None,
     ):
-        self.arrived = arrived
+        self.arrived, self._state_slots = arrived, state_slots
         self.shape, self.width, self._all_rows, self._cascade, self._groups = shape, M, all_rows, cascade, groups
         B = shape.sequences
         self._scheduled: list[int] = []  # ids of the last decodes in the schedule's order
@@ -171,7 +181,8 @@ class StepInputs:
         self._row_of: dict[int, int] = {}  # by the ids of the decodes that were laid out last
         self._advanced = 0  # tokens by which the device has advanced these decodes since; 0 if it has not, or there were chunks
         self._sharing = False  # whether two of them begin with the same block
-        self._allocate(_array_sizes(shape, M, all_rows, groups), device)
+        states = {} if state_slots is None else {"states": 4 * B}
+        self._allocate(_array_sizes(shape, M, all_rows, groups) | states, device)
 
     def _allocate(self, sizes: dict[str, int], device: str) -> None:
         """One host array and one device buffer with all arrays in them, and a view of each array as an attribute and as a tensor."""
@@ -188,6 +199,8 @@ class StepInputs:
             views = arrays.views[tables].reshape(table), arrays.views[slots], arrays.views[shared]
             self._of_groups.append(_OfGroup(*views, *(self._starts[name] for name in names)))
         self.block_tables = self._of_groups[0].tables
+        if self._state_slots is not None:
+            self.states, self._tensors["states"] = self.states.reshape(-1, 4), self._tensors["states"].reshape(-1, 4)
 
     @property
     def all_rows(self) -> bool:
@@ -246,6 +259,8 @@ class StepInputs:
         self._lay_samples(singles, chunks)
         if self.shape.adapters:
             self._lay_adapters(singles, chunks)
+        if self._state_slots is not None:
+            self._lay_states(self._state_slots, singles, chunks)
         self._measure_shared(num_rows, block_size)
         self._row_of = {} if chunks or drafted else {entry.sequence.sequence_id: b for b, entry in enumerate(singles)}
         self._advanced = 0
@@ -288,6 +303,10 @@ class StepInputs:
                 for group in groups:
                     end = group.tables_start + b * self.width + width
                     parts += ((end - new, end), (group.slots_start + b, group.slots_start + b + 1))
+                if self._state_slots is not None:
+                    self.states[b] = _state_slots(self._state_slots, entry.sequence)
+                    states = self._starts["states"] + 4 * b
+                    parts.append((states, states + 4))
         if parts:
             if self._sharing and self._measure_shared(count, block_size):
                 parts += [(group.shared_start, group.shared_start + count) for group in groups]
@@ -369,6 +388,13 @@ class StepInputs:
             rows = [entry.sequence.adapter for entry in entries for _ in range(entry.num_tokens)]
             self.adapters[first : first + len(rows)] = rows
 
+    def _lay_states(self, slots: StateSlots, singles: list[Scheduled], chunks: list[Scheduled]) -> None:
+        """The slots of the states of each sequence (`Batch.states`)."""
+        self.states[:] = slots.scratch, slots.scratch, slots.scratch, 0
+        for first, entries in ((0, singles), (self.shape.decodes, chunks)):
+            for b, entry in enumerate(entries, start=first):
+                self.states[b] = _state_slots(slots, entry.sequence)
+
     def _measure_shared(self, count: int, block_size: int) -> bool:
         """Fill `shared_prefix_lens`: the first `count` rows from the block table, the others 0. Returns whether anything changed."""
         full = ((self.context_lens[:count] - 1) // block_size).tolist()  # a draft's row is not all in common with the row before it
@@ -448,3 +474,10 @@ def _array_sizes(shape: Shape, M: int, all_rows: bool, groups: int) -> dict[str,
         **{_name("block_tables", group): B * M for group in range(groups)},
         **({"adapters": T} if shape.adapters else {}),
     }
+
+
+def _state_slots(slots: StateSlots, sequence: Sequence) -> tuple[int, int, int, int]:
+    """A row of `Batch.states`."""
+    own, source = slots.of_row(sequence.row), sequence.state_source
+    copy = slots.of_copy(sequence.copy_slot) if sequence.copy_at else slots.scratch
+    return own, own if source < 0 else slots.of_copy(source), copy, sequence.copy_at

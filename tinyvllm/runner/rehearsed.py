@@ -106,7 +106,7 @@ class RehearsedModel(OpenedModel):
     @property
     def kv_layers(self) -> int:
         """How many layers have keys and values of their own: more than caches hold."""
-        return min(self.config.num_blocks, ceil_div(DISTINCT_BYTES, self.kv_bytes))
+        return min(self.config.kv_layers, ceil_div(DISTINCT_BYTES, self.kv_bytes))
 
     @property
     def block_bytes(self) -> int:
@@ -157,7 +157,7 @@ class RehearsedRunner(Runner):
         entry = Scheduled(Sequence(0, "", ids, SamplingParams(), block_table=table), 0, tokens, 1)
         inputs = self._inputs(shape_of([], [entry]))
         blocks = inputs.fill([], [entry], self.pool.block_size)
-        first, *others = layer_kinds(self.model, self.pool.layers, self._constants, inputs.batch(1))
+        first, *others = layer_kinds(self.model, self.caches, self._constants, inputs.batch(1))
         seconds = self._seconds(inputs, blocks, [first])
         if seconds * (1 + len(others)) < WHOLE_SECONDS:
             return None
@@ -169,7 +169,7 @@ class RehearsedRunner(Runner):
         model, all_blocks, chosen = self.model, self.model.blk, list(layers)
 
         def function(num_blocks: int | UOp = 1) -> tuple[Tensor, ...]:
-            caches = [self.pool.layers[layer] for layer in chosen]
+            caches = [self.caches[layer] for layer in chosen]
             results = model.forward_batch(inputs.batch(num_blocks), caches, **self._constants)
             results = tuple(one.contiguous() for one in results if one is not None)
             Tensor.realize(*results)

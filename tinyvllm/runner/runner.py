@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -59,6 +60,7 @@ from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
 from tinyvllm.runner.ranked import Announced, RankedSteps
 from tinyvllm.runner.sizes import block_bytes, groups_of, pool_size
 from tinyvllm.runner.split import max_rows
+from tinyvllm.runner.states import all_caches, new_states, state_slots
 from tinyvllm.runner.step import Logits, PreparedStep, StepPlan
 from tinyvllm.runner.weight_plan import WeightPlan
 from tinyvllm.scheduler import Schedule, Scheduled
@@ -103,10 +105,13 @@ class Runner:
         self.weight_formats, self.weight_layout, self.weight_identity = loader.formats, plan.layout, plan.identity
         # the other ranks of this machine load their weights after this one
         free = None if opened.whole is None else free_memory(device) - (opened.whole.bytes - loader.bytes)
-        size, layers = pool_size(config, opened, drafter, free), len(self.model.blk)
+        size, layers = pool_size(config, opened, drafter, free), len(self.model.blk) - len(self.config.delta_layers)
         self.max_model_len, self.groups = size.max_model_len, groups_of(config, self.config)
         groups = self.groups.layers if self.groups.blocks.count > 1 else None
         self.pool = opened.pool(layers, size.num_blocks, groups)
+        self.options, self.one_off = config, threading.Lock()  # the engine's options; held for a pass outside the schedule
+        self.state_slots = state_slots(config, self.config)
+        self.caches = all_caches(self.config, self.pool.layers, new_states(self.config, self.state_slots, device))
         self.adapters = AdapterPool(config, opened, device) if config.enable_lora else None
         self.max_num_seqs = config.max_num_seqs
         # a pool too small for the model's context shortens sequences, but must not change what the positions mean
@@ -143,7 +148,7 @@ class Runner:
     def _roots(self) -> dict[str, object]:
         """What all steps read, and what decides their kernels."""
         pool = self.pool
-        return {"model": self.model, "layers": pool.layers, "constants": self._constants, "block_size": pool.block_size}
+        return {"model": self.model, "layers": self.caches, "constants": self._constants, "block_size": pool.block_size}
 
     def _test_kernels(self, config: EngineConfig) -> Report:
         """Compile what steps will launch, and test it. An engine that has started before has its kernels in the cache folder.
@@ -172,7 +177,7 @@ class Runner:
         return report
 
     def _outlines(self) -> StepOutlines:
-        return StepOutlines(self.model, self.pool, self._constants, self.placement, self._inputs, self._history)
+        return StepOutlines(self.model, self.pool, self.caches, self._constants, self.placement, self._inputs, self._history)
 
     def _test_packing(self, plan: WeightPlan, formats: set[str]) -> Report:
         """The self-test of the kernels that pack weights, before they do."""
@@ -374,7 +379,7 @@ class Runner:
             inputs = self._inputs(shape, all_rows=True)
 
             def function(num_blocks: int | UOp = 1) -> Tensor:
-                states: Tensor = self.model.states(inputs.batch(num_blocks), self.pool.layers, **self._constants)[-1]
+                states: Tensor = self.model.states(inputs.batch(num_blocks), self.caches, **self._constants)[-1]
                 states = self.model.final_norm(states)
                 return states.contiguous().realize()
 
@@ -453,7 +458,8 @@ class Runner:
 
     def _inputs(self, shape: Shape, all_rows: bool = False) -> StepInputs:
         arrived = None if self._arrived is None else spans(self._arrived, [(0, shape.tokens * self.config.dim)])[0]
-        return StepInputs(shape, self._table_width, self.device, all_rows, self._cascade, arrived, self.groups.blocks.count)
+        groups = self.groups.blocks.count
+        return StepInputs(shape, self._table_width, self.device, all_rows, self._cascade, arrived, groups, self.state_slots)
 
     def _history(self, shape: Shape) -> History:
         tokens = np.full((MAX_SCHEDULER_STEPS, shape.sequences), -1, np.int32)
@@ -475,7 +481,7 @@ class Runner:
 
     def _forward(self, inputs: StepInputs, num_blocks: int | UOp) -> tuple[Tensor, Tensor | None, Tensor | None]:
         batch = inputs.batch(num_blocks)
-        stream = self.model.states(batch, self.pool.layers, **self._constants)
+        stream = self.model.states(batch, self.caches, **self._constants)
         logits, best = self.model.logits(stream[-1], batch)
         states = None
         if self._state_layers:

@@ -11,6 +11,7 @@ from tinyvllm.runner.adapters import adapter_bytes
 from tinyvllm.runner.groups import LayerGroups, layer_groups
 from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory, check_room, free_memory, pool_blocks
 from tinyvllm.runner.opened import OpenedModel
+from tinyvllm.runner.states import state_bytes, state_slots
 
 # If no length is given. Scores of a chunk are laid out for the longest context: 32 heads by 512 queries by 131072 keys are 8 GiB.
 DEFAULT_CONTEXT = 8192
@@ -40,7 +41,7 @@ def groups_of(config: EngineConfig, model: ModelConfig) -> LayerGroups:
 
 def block_bytes(config: EngineConfig, opened: OpenedModel) -> int:
     """Bytes of a block of the pool, in all ranks: of all layers, or of a group's."""
-    return opened.block_bytes // opened.config.num_blocks * groups_of(config, opened.config).size
+    return opened.block_bytes // opened.config.kv_layers * groups_of(config, opened.config).size
 
 
 def pool_size(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory = NO_DRAFTER, free: int | None = None) -> PoolSize:
@@ -50,8 +51,8 @@ def pool_size(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory 
     """
     device, size, one = opened.plan.placement.device, config.block_size, block_bytes(config, opened)
     rows = groups_of(config, opened.config).blocks.count
-    if adapters := adapter_bytes(config, opened):
-        free = (free_memory(device) if free is None else free) - adapters
+    if held := adapter_bytes(config, opened) + state_bytes(opened.config, state_slots(config, opened.config)):
+        free = (free_memory(device) if free is None else free) - held
     longest, blocks = wanted_context(config, opened.config), config.num_blocks
     if blocks is None:
         blocks = pool_blocks(device, one, size, config.max_num_seqs * longest * rows, config.kv_memory, drafter, free)
@@ -63,15 +64,16 @@ def pool_size(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory 
 def scratch_bytes(config: EngineConfig, opened: OpenedModel, max_model_len: int) -> int:
     """Bytes of what steps read and write next to weights and KV pool, all in float32.
 
-    The tables of positions and the room for adapters, exactly, and the results of the largest step: those of one layer, which the next
-    layer uses again, and the logits.
+    The tables of positions, the room for adapters and recurrent states, exactly, and the results of the largest step: those of one
+    layer, which the next layer uses again, and the logits.
     """
     c = opened.config
     constants = opened.model.constants(max_model_len, config.max_model_len or c.max_context)
     heads = (2 * c.n_heads + 2 * c.n_kv_heads) * c.head_dim
     row = 2 * c.dim + heads + 2 * c.hidden_dim
     results = 4 * (config.max_num_batched_tokens * row + config.max_num_seqs * c.vocab_size)
-    return int(sum(array.nbytes for array in constants.values())) + adapter_bytes(config, opened) + results
+    held = adapter_bytes(config, opened) + state_bytes(c, state_slots(config, c))
+    return int(sum(array.nbytes for array in constants.values())) + held + results
 
 
 def _most_blocks(context: int, config: EngineConfig, opened: OpenedModel) -> int:

@@ -26,6 +26,7 @@ from tinyvllm.errors import ArgumentError
 from tinyvllm.runner.kv import KVPool
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
 from tinyvllm.runner.runner import Runner
+from tinyvllm.runner.states import all_caches, new_states
 from tinyvllm.scheduler import Schedule, Scheduled
 
 _SWITCH = "TINYVLLM_KERNELS"
@@ -114,7 +115,9 @@ class _Pass:
 
     def __init__(self, runner: Runner, num_blocks: int, switch: str | None):
         self._runner, self._switch = runner, switch
-        self._pool = KVPool(runner.config.num_blocks, num_blocks, runner.pool.block_size, runner.pool.block, runner.device)
+        c, device = runner.config, runner.device
+        self._pool = KVPool(c.kv_layers, num_blocks, runner.pool.block_size, runner.pool.block, device)
+        self._caches = all_caches(c, self._pool.layers, new_states(c, runner.state_slots, device))
         self._width = -(-runner.max_model_len // runner.pool.block_size)
         self._plans: dict[tuple[Shape, bool], tuple[StepInputs, Captured, list[Tensor]]] = {}
 
@@ -140,14 +143,14 @@ class _Pass:
     def _plan(self, shape: Shape, given: bool) -> tuple[StepInputs, Captured, list[Tensor]]:
         if (shape, given) not in self._plans:
             device, E = self._runner.device, self._runner.config.dim
-            inputs = StepInputs(shape, self._width, device, all_rows=True)
+            inputs = StepInputs(shape, self._width, device, all_rows=True, state_slots=self._runner.state_slots)
             count = self._runner.config.num_blocks + 1 if given else 0
             states = [Tensor.zeros(shape.tokens, E, device=device).contiguous().realize() for _ in range(count)]
 
             def forward(*instead: Tensor, num_blocks: int | UOp = 1) -> tuple[Tensor, ...]:
                 seen: list[Tensor] = []
                 with _tapped(self._runner.model, seen, instead):
-                    logits, _ = self._runner.model.forward_batch(inputs.batch(num_blocks), self._pool.layers, **self._runner._constants)
+                    logits, _ = self._runner.model.forward_batch(inputs.batch(num_blocks), self._caches, **self._runner._constants)
                 results = logits.contiguous(), *(state.contiguous() for state in seen)
                 Tensor.realize(*results)
                 return results

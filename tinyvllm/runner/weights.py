@@ -258,11 +258,15 @@ class WeightLoader:
             place(model, tensors, self._first_layer)
 
     def _plain_tensors(self, recipes: list[WeightRecipe], dtype: DType) -> dict[str, Tensor]:
+        device = self._plan.placement.device
         if self._checkpoint is None:
-            return dummy_tensors(recipes, self._plan.placement.device, dtype)
-        tensors = load_tensors(self._checkpoint, recipes, self._plan.placement.device, dtype, None)
+            tensors = dummy_tensors(recipes, device, dtype)
+        else:
+            tensors = load_tensors(self._checkpoint, recipes, device, dtype, None)
         for recipe in recipes:
-            if recipe.offset:
+            if recipe.logarithm:
+                tensors[recipe.name] = (-tensors[recipe.name].exp()).contiguous().realize()
+            if recipe.offset and self._checkpoint is not None:
                 tensors[recipe.name] = (tensors[recipe.name] + recipe.offset).contiguous().realize()
         return tensors
 

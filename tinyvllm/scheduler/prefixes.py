@@ -5,14 +5,17 @@ from __future__ import annotations
 from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler.inflight_prefix import InflightPrefixes
+from tinyvllm.scheduler.recurrent import SequenceStates
 from tinyvllm.windows import BlockGroups
 
 
 class SequencePrefixes:
-    """Without a `cache` nothing is found and nothing is published. `inflight` knows the blocks that are being computed."""
+    """Without a `cache` nothing is found and nothing is published. `inflight` knows the blocks that are being computed. Where there are
+    copies of recurrent `states`, a prefix ends where one of them was made.
+    """
 
-    def __init__(self, cache: PrefixCache | None, groups: BlockGroups) -> None:
-        self._cache, self._groups, self._block_size = cache, groups, groups.window.block_size
+    def __init__(self, cache: PrefixCache | None, groups: BlockGroups, states: SequenceStates) -> None:
+        self._cache, self._groups, self._block_size, self._states = cache, groups, groups.window.block_size, states
         self.inflight = InflightPrefixes(self._block_size)
 
     def find(self, sequence: Sequence) -> list[int]:
@@ -33,6 +36,8 @@ class SequencePrefixes:
         rows = self._groups.num_rows(found)
         sequence.block_table, sequence.num_computed, sequence.num_published = found, rows * self._block_size, rows
         sequence.num_freed = self._groups.window.first_block(sequence.num_computed)
+        if rows and self._states.snapshots is not None:
+            self._states.begin(sequence, sequence.block_hashes[rows - 1])
         if self._cache is not None and not sequence.num_preemptions:
             sequence.num_cached = sequence.num_computed
             self._cache.count(len(sequence), sequence.num_computed)
@@ -46,6 +51,8 @@ class SequencePrefixes:
             name = None if options.adapter is None else options.adapter.name
             self._cache.publish(hashes, table, start, full, tokens_of, options.prefix_salt, options.owner, name)
             self.inflight.published(sequence, sequence.num_published, full)
+        if sequence.copy_at and self._cache is not None:
+            self._states.publish(sequence, self._hashes(sequence, full))
         sequence.num_published = max(full, sequence.num_published)
 
     def withdraw(self, sequence: Sequence) -> None:
@@ -54,7 +61,13 @@ class SequencePrefixes:
 
     def _known_hashes(self, sequence: Sequence) -> list[bytes]:
         """The hashes of all blocks of a waiting sequence that could be found. Its last token is always left to compute."""
-        return self._hashes(sequence, (len(sequence) - 1) // self._block_size)
+        hashes, snapshots = self._hashes(sequence, (len(sequence) - 1) // self._block_size), self._states.snapshots
+        while snapshots is not None and self._cache is not None and hashes:
+            hashes = hashes[: snapshots.longest(hashes)]
+            if (known := self._cache.known(hashes)) == len(hashes):
+                break
+            hashes = hashes[:known]
+        return hashes
 
     def _hashes(self, sequence: Sequence, blocks: int) -> list[bytes]:
         assert self._cache is not None

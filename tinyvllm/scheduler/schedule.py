@@ -20,6 +20,7 @@ class SchedulerLimits:
     `block_bytes` is the size of a block in all layers, for the cost of a swap. `preemption` "recompute" or "swap" forces the method.
     `max_step_seconds` is the target for a step with decodes and chunks; None sets none. `window` is how many tokens a query sees in any
     layer of a window: blocks before them are freed; with 0 none are. `full_groups` and `window_groups` are those of `BlockGroups`.
+    `recurrent`: sequences have states that are not in blocks.
     """
 
     max_num_seqs: int
@@ -33,6 +34,7 @@ class SchedulerLimits:
     window: int = 0
     full_groups: int = 0
     window_groups: int = 1
+    recurrent: bool = False
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:

@@ -16,6 +16,7 @@ from itertools import islice
 
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.cache.prefix import PrefixCache
+from tinyvllm.cache.snapshots import StateSnapshots
 from tinyvllm.request import Sequence, Status
 from tinyvllm.scheduler.admission import AdmissionControl
 from tinyvllm.scheduler.borrowing import BorrowedBlocks
@@ -27,6 +28,7 @@ from tinyvllm.scheduler.preemption import HostSwap, PausedSequences
 from tinyvllm.scheduler.prefixes import SequencePrefixes
 from tinyvllm.scheduler.queue import WaitingQueue, rank_of
 from tinyvllm.scheduler.rates import Rates
+from tinyvllm.scheduler.recurrent import SequenceStates
 from tinyvllm.scheduler.schedule import Schedule, Scheduled, SchedulerLimits
 from tinyvllm.scheduler.tables import BlockTables
 
@@ -36,8 +38,8 @@ _SHARE = 4  # 1/4 of a step's tokens is kept from long prefills if other sequenc
 class Scheduler:
     """The caller's loop: `schedule`, move blocks, run, `advance`, append a token per entry with logits, `finish` sequences that ended.
 
-    `prefix` caches blocks for equal prompt prefixes, `host` counts blocks of host memory for swaps; None does without. A running sequence
-    without a token to compute (a beam that waits for others) is passed over.
+    `prefix` caches blocks for equal prompt prefixes, `snapshots` copies of recurrent states for them, `host` counts blocks of host memory
+    for swaps; None does without. A running sequence without a token to compute (a beam that waits for others) is passed over.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Scheduler:
         prefix: PrefixCache | None = None,
         host: BlockPool | None = None,
         clock: Callable[[], float] = time.monotonic,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         self.limits, self.pool, self.prefix, self.host = limits, pool, prefix, host
         self.tables = BlockTables(pool, limits.groups(pool.block_size), limits.max_batched_tokens)
@@ -62,7 +65,8 @@ class Scheduler:
         self.pinned: Counter[int] = Counter()  # blocks that segments hold, and how many segments hold each
         self.borrowed = BorrowedBlocks(pool)
         self.deadlines = Deadlines(clock)
-        self.prefixes = SequencePrefixes(prefix, self.tables.groups)
+        self.states = SequenceStates(snapshots, pool.block_size)
+        self.prefixes = SequencePrefixes(prefix, self.tables.groups, self.states)
         self._free_rows = list(range(limits.max_num_seqs))  # a heap
         self._siblings = Siblings()
         self._copies = BlockCopies(self.tables)
@@ -94,6 +98,7 @@ class Scheduler:
             budget = self._admit(plan, chunks, budget)
         self._extend_chunks(chunks, num_running, budget)
         plan.entries += chunks
+        self.states.plan_copies(plan.entries)
         stuck = plan.empty and self.waiting.has_next and self.running and not self.in_flight
         if stuck and not (plan.preempted or plan.exhausted or plan.expired):
             self._preempt(self.running[-1], plan)  # all wait for one that has no room
@@ -136,6 +141,7 @@ class Scheduler:
         for entry in schedule.entries:
             sequence = entry.sequence
             if sequence.status is Status.RUNNING:
+                self.states.launched(sequence)
                 assert sequence.num_computed == entry.start, f"Scheduler: a step of {sequence.sequence_id} was advanced twice"
                 sequence.num_computed += (entry.num_tokens - len(entry.drafts)) * rounds
                 if self._siblings and entry.num_logits:
@@ -169,14 +175,17 @@ class Scheduler:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """`child` starts from what `parent` has computed of the tokens that they share, all but the child's last.
 
-        It shares the parent's full blocks and gets a copy of the next row before the next step. If there is no room for it, it waits, and
-        what the prefix cache does not have is computed again.
+        It shares the parent's full blocks and gets a copy of the next row before the next step. If there is no room for it, or where
+        states are recurrent (the parent's is one token ahead), it waits, and what the prefix cache does not have is computed again.
         """
         position = min(parent.num_computed, len(child) - 1)
         full, part = divmod(position, self.pool.block_size)
         freed = self.tables.window.first_block(position) < parent.num_freed
         copied = self.tables.groups.count if part else 0
-        if parent.status is not Status.RUNNING or freed or not self._free_rows or self.pool.num_free < copied:
+        if self.limits.recurrent and parent.status is Status.RUNNING:
+            self.prefixes.publish(parent)
+        alone = parent.status is not Status.RUNNING or self.limits.recurrent
+        if alone or freed or not self._free_rows or self.pool.num_free < copied:
             self.waiting.push(child)
             self.deadlines.add([child])
             return
@@ -233,6 +242,7 @@ class Scheduler:
         blocks = iter(self.pool.allocate(len(growing) * row))
         for entry in growing:
             entry.sequence.block_table += islice(blocks, row)
+        self.states.plan_copies(crossed)
         for key, count in reusable.tokens_by_key.items():
             self.waiting.serve(key, count)
         reusable.schedule.reused, reusable.schedule.changed = not reusable.was_interrupted, crossed
@@ -303,7 +313,8 @@ class Scheduler:
         while self.waiting.has_next and self._free_rows and budget and num_admitted != self.max_admissions:
             self.considered = sequence = self.waiting.first()
             found = self.prefixes.match(sequence)
-            if not sequence.num_swapped and self.prefixes.inflight.wait_for(sequence, groups.num_rows(found)):
+            waits = not sequence.num_swapped and not self.limits.recurrent
+            if waits and self.prefixes.inflight.wait_for(sequence, groups.num_rows(found)):
                 self.prefixes.give_back(found)
                 self.waiting.defer(sequence)
                 continue
@@ -387,6 +398,7 @@ class Scheduler:
         """Take a running sequence's blocks and row back; only what the prefix cache keeps of it remains."""
         self._reusable = None
         self.prefixes.withdraw(sequence)
+        self.states.stop(sequence)
         self.running.remove(sequence)
         self._copies.cancel(self.tables.held(sequence))
         self.tables.release(sequence)

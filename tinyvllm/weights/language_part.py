@@ -18,6 +18,8 @@ from tinyvllm.weights.mapping import Record
 # Class of the whole -> model_type of text_config (None: where it is missing) -> class of the language model.
 _CLASSES: dict[str, dict[str | None, str]] = {
     "Gemma3ForConditionalGeneration": dict.fromkeys(("gemma3_text", None), "Gemma3ForCausalLM"),
+    "Qwen3_5ForConditionalGeneration": dict.fromkeys(("qwen3_5_text", None), "Qwen3_5ForCausalLM"),
+    "Qwen3_5MoeForConditionalGeneration": dict.fromkeys(("qwen3_5_moe_text", None), "Qwen3_5MoeForCausalLM"),
     "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
 }
 # What Gemma3TextConfig fills in: published descriptions have only what differs.

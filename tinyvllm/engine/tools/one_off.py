@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -9,8 +10,10 @@ import numpy as np
 from tinyvllm.engine.engine import Engine
 from tinyvllm.engine.startup import DEVICE_LOCK
 from tinyvllm.errors import RequestError
-from tinyvllm.request import SamplingParams, Sequence
+from tinyvllm.request import ONE_OFF_ROW, SamplingParams, Sequence
 from tinyvllm.scheduler import Scheduled
+
+MOST_WAIT = 60  # seconds
 
 
 def prompt_logits(engine: Engine, token_ids: list[int]) -> np.ndarray:
@@ -54,15 +57,30 @@ def _by_chunk(
         raise RequestError(f"{speaker}: expected 1 to {engine.max_model_len} tokens, got {len(token_ids)}")
     if bad := next((t for t in token_ids if not 0 <= t < V), None):
         raise RequestError(f"{speaker}: token id {bad} is out of vocabulary, which has {V} tokens")
-    sequence = Sequence(-1, speaker, list(token_ids), SamplingParams())
-    with DEVICE_LOCK:
-        blocks = pool.allocate(tables.most_blocks(len(token_ids)))
-    sequence.block_table = tables.cycled(blocks, len(token_ids))
-    try:
-        for start in range(0, len(token_ids), size):
-            with DEVICE_LOCK:
-                result = compute(Scheduled(sequence, start, min(size, len(token_ids) - start), 0))
-            yield result
-    finally:
+    sequence = Sequence(-1, speaker, list(token_ids), SamplingParams(), row=ONE_OFF_ROW)
+    with _one_at_a_time(engine, speaker):
         with DEVICE_LOCK:
-            pool.release(blocks)
+            blocks = pool.allocate(tables.most_blocks(len(token_ids)))
+        sequence.block_table = tables.cycled(blocks, len(token_ids))
+        try:
+            for start in range(0, len(token_ids), size):
+                with DEVICE_LOCK:
+                    result = compute(Scheduled(sequence, start, min(size, len(token_ids) - start), 0))
+                yield result
+        finally:
+            with DEVICE_LOCK:
+                pool.release(blocks)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(engine: Engine, speaker: str) -> Iterator[None]:
+    """All passes of a model with recurrent states have one slot for theirs. RequestError after MOST_WAIT seconds."""
+    if engine.runner.state_slots is None:
+        yield
+        return
+    if not engine.runner.one_off.acquire(timeout=MOST_WAIT):
+        raise RequestError(f"{speaker}: another pass outside the schedule did not end within {MOST_WAIT} s; exhaust or close its iterator")
+    try:
+        yield
+    finally:
+        engine.runner.one_off.release()

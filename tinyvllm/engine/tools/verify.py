@@ -86,7 +86,8 @@ def verify(engine: Engine, prompts: Items[Prompt] = PROMPTS, steps: int = 8, tol
 
 
 def _sequences(engine: Engine, prompts: Items[Prompt], steps: int) -> list[Sequence]:
-    """One for each prompt, with blocks for all steps, and one that shares the full blocks of the longest and continues differently.
+    """One for each prompt, with blocks for all steps, and one that shares the full blocks of the longest and continues differently,
+    but in models with recurrent states.
 
     The blocks of the sequences alternate, as in a pool that has been in use.
     """
@@ -94,9 +95,9 @@ def _sequences(engine: Engine, prompts: Items[Prompt], steps: int) -> list[Seque
     if not 0 < len(prompts) < engine.config.max_num_seqs:
         raise ArgumentError(f"verify: {len(prompts)} prompts; expected 1 to {engine.config.max_num_seqs - 1}, or raise --max-num-seqs")
     texts = [encode_prompt(engine.tokenizer, text).token_ids for text in prompts]
-    sequences = [Sequence(i, f"prompt {i}", ids, SamplingParams()) for i, ids in enumerate(texts)]
+    sequences = [Sequence(i, f"prompt {i}", ids, SamplingParams(), row=i) for i, ids in enumerate(texts)]
     longest = max(texts, key=len)
-    shared = len(longest) // size
+    shared = 0 if engine.runner.state_slots else len(longest) // size  # a recurrent state is not in blocks
     if shared:
         ids = [*longest[: shared * size], longest[0]]
         sequences.append(Sequence(len(texts), "the shared prompt", ids, SamplingParams(), num_computed=shared * size))

@@ -1,0 +1,88 @@
+"""Models with two kinds of layers: gated delta rule with a recurrent state (Gated Delta Networks, Yang et al., 2024, arXiv:2412.06464), and
+attention whose values a gate multiplies.
+
+A layer with a state has no keys and values: its cache is a `StateCache`, in which each sequence has a slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tinygrad import Tensor, nn
+
+from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.models.config import ModelConfig
+from tinyvllm.models.llama import Llama, LlamaBlock, Rotations, rms
+from tinyvllm.models.projections import GatedWeights, LayerWeights, Product
+from tinyvllm.ops.attention import PagedAttention
+from tinyvllm.ops.delta import DeltaShape, DeltaWeights, gated_delta
+from tinyvllm.ops.head import norm_products
+
+
+@dataclass(eq=False)
+class Vector:
+    """Numbers of a layer that are no matrix, float32."""
+
+    weight: Tensor
+
+
+class DeltaBlock(LlamaBlock):
+    """One layer with a recurrent state; names are GGUF's."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__(config, layer)
+        self.delta = s = shape_of(config)
+        E = config.dim
+        del self.attn_q, self.attn_k, self.attn_v, self.attn_q_norm, self.attn_k_norm
+        self.attn_qkv, self.attn_gate = nn.Linear(E, s.channels, bias=False), nn.Linear(E, s.values, bias=False)
+        self.ssm_beta, self.ssm_alpha = (nn.Linear(E, s.value_heads, bias=False) for _ in range(2))
+        self.ssm_conv1d, self.ssm_a, self.ssm_dt = (Vector(Tensor.empty(n)) for n in (s.taps * s.channels, s.value_heads, s.value_heads))
+        self.ssm_norm = nn.RMSNorm(s.value_dim, config.norm_eps)
+        self.attn_output = nn.Linear(s.values, E, bias=False)
+
+    def _attend(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: Any, rotations: Rotations) -> Tensor:
+        """As in LLaMA, float32 [T, VH * DV], with a `StateCache`."""
+        y = norm_products(self.weights.qkv.in_order(x), rms(self.attn_norm), self.weights.qkv.weight, batch.rows)
+        norm = rms(self.ssm_norm)
+        weights = DeltaWeights(self.delta, self.ssm_conv1d.weight, self.ssm_a.weight, self.ssm_dt.weight, norm.weight, norm.eps)
+        return gated_delta(y, weights, cache, batch)
+
+    def products(self) -> dict[str, tuple[str, ...]]:
+        return super().products() | {"qkv": ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")}
+
+
+class GatedBlock(LlamaBlock):
+    """One layer with attention whose values are multiplied by the sigmoids of a product of their own."""
+
+    weights_type: ClassVar[type[LayerWeights]] = GatedWeights
+    weights: GatedWeights
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__(config, layer)
+        self.attn_gate = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
+
+    def _attend(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: LayerCache, rotations: Rotations) -> Tensor:
+        product: Product = self.weights.gate
+        gates = norm_products(product.in_order(x), rms(self.attn_norm), product.weight, batch.rows)
+        return (super()._attend(x, batch, attention, cache, rotations) * gates.sigmoid()).contiguous()
+
+    def products(self) -> dict[str, tuple[str, ...]]:
+        return super().products() | {"gate": ("attn_gate",)}
+
+    def input_norms(self) -> dict[str, nn.RMSNorm]:
+        """None in front of attention: two products read that."""
+        return {field: norm for field, norm in super().input_norms().items() if field != "qkv"}
+
+
+class HybridModel(Llama):
+    """A model of layers with states, and of layers with attention."""
+
+    def _block(self, config: ModelConfig, layer: int) -> LlamaBlock:
+        return DeltaBlock(config, layer) if layer in config.delta_layers else GatedBlock(config, layer)
+
+
+def shape_of(config: ModelConfig) -> DeltaShape:
+    """The heads of the layers with states."""
+    assert config.delta is not None, "a family with such layers sets it"
+    return config.delta

@@ -1,0 +1,192 @@
+"""Qwen3-Next and Qwen3.5 and 3.6, the part that reads text: three of four layers have the gated delta rule instead of attention, whose
+values a gate multiplies; a quarter of each head is rotated; norms' weights are stored as 1 less; experts as in Qwen2-MoE, or none.
+
+Qwen3-Next's files have the projections of a layer with a state in two matrices, key head by key head. GGUF files of
+Qwen3.5 have the value heads in another order: one of each key head, then the next of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from tinyvllm.errors import ModelError
+from tinyvllm.foreign import Fields, quoted
+from tinyvllm.models import llama
+from tinyvllm.models.config import MAX_EXPERTS, ModelConfig, Source, Transform, gguf_delta, hf_delta
+from tinyvllm.models.delta import shape_of
+from tinyvllm.models.mixture import experts_in_rows, gguf_expert_sources, gguf_experts, hf_expert_sources, part_of_experts
+
+_NEXT, _LATER = "qwen3next", "qwen3.5"
+_NOT_READ = ("mtp.*",)  # drafts
+_VECTORS = {"ssm_a": "A_log", "ssm_dt": "dt_bias", "ssm_conv1d": "conv1d.weight", "ssm_norm": "norm.weight"}
+_MATRICES = {"attn_qkv": "in_proj_qkv", "attn_gate": "in_proj_z", "ssm_beta": "in_proj_b", "ssm_alpha": "in_proj_a"}
+_DEFAULTS = llama.Defaults(share=0.25, head_dim=256)
+
+
+# --- what descriptions say
+
+
+def next_from_hf(source: Source) -> ModelConfig:
+    return _from_hf(source, _NEXT)
+
+
+def from_hf(source: Source) -> ModelConfig:
+    return _from_hf(source, _LATER)
+
+
+def _from_hf(source: Source, family: str) -> ModelConfig:
+    fields = _TextFields(source.config)
+    for key, wanted in (("attn_output_gate", True), ("attention_bias", False)):
+        if fields.boolean(key, wanted) is not wanted:
+            raise ModelError(f"{fields.where}: {key} must be {str(wanted).lower()} in this family, got {quoted(fields.get(key))}")
+    return llama.hf_config(
+        fields,
+        _DEFAULTS,
+        family=family,
+        qk_norm=fields.integer("head_dim", _DEFAULTS.head_dim, low=1),
+        norm_offset=1.0,
+        windows=(0,) * fields.layers(),
+        ignored=_NOT_READ,
+        **hf_delta(fields),
+        **_experts(source, fields, family),
+    )
+
+
+class _TextFields(Fields):
+    """Without how positions in images are divided among features: with text alone all of them are those of the tokens."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = super().get(key, default)
+        if key in ("rope_parameters", "rope_scaling") and isinstance(value, Mapping):
+            return {name: one for name, one in value.items() if name not in ("mrope_section", "mrope_interleaved")}
+        return value
+
+
+def _experts(source: Source, fields: Fields, family: str) -> dict[str, Any]:
+    count = fields.integer("num_experts", 0, high=MAX_EXPERTS)
+    if not count:
+        return {}
+    every, plain = fields.integer("decoder_sparse_step", 1, low=1), fields.integers("mlp_only_layers")
+    width = fields.integer("moe_intermediate_size", low=1)
+    dense = frozenset(i for i in range(fields.layers()) if i in plain or (i + 1) % every)
+    first = next((i for i in range(fields.layers()) if i not in dense), 0)
+    return dict(
+        num_experts=count,
+        num_experts_per_tok=fields.integer("num_experts_per_tok", low=1, high=count),
+        norm_topk_prob=family == _LATER or fields.boolean("norm_topk_prob", True),
+        hidden_dim=width,
+        dense_hidden_dim=fields.integer("intermediate_size", width, low=1),
+        dense_layers=dense,
+        shared_expert_dim=fields.integer("shared_expert_intermediate_size", low=1),
+        experts_in_one=source.shape(f"model.layers.{first}.mlp.experts.gate_up_proj") is not None,
+    )
+
+
+def from_gguf(source: Source) -> ModelConfig:
+    """Of all three architectures."""
+    architecture = str(source.config["general.architecture"])
+    fields = Fields(source.config, prefix=f"{architecture}.", where="GGUF metadata")
+    drafts, layers = fields.integer("nextn_predict_layers", 0), fields.layers("block_count")
+    if drafts >= layers:
+        raise ModelError(f"{fields.where}: nextn_predict_layers must be below block_count {layers}, got {drafts}")
+    delta = gguf_delta(source, fields, layers - drafts, tiled=architecture != "qwen3next")
+    head_dim = fields.integer("attention.key_length", _DEFAULTS.head_dim, low=1)
+    differences = dict(num_blocks=layers - drafts, draft_layers=drafts, windows=(0,) * (layers - drafts), qk_norm=head_dim)
+    experts = gguf_experts(source, fields, renormalize=True)
+    if experts:
+        experts["dense_layers"] = frozenset(layer for layer in experts["dense_layers"] if layer < layers - drafts)
+    family = _NEXT if architecture == "qwen3next" else _LATER
+    return llama.gguf_config(source, family=family, head_dim=head_dim, v_head_dim=head_dim, **differences, **delta, **experts)
+
+
+# --- where files have the tensors
+
+
+def sources(config: ModelConfig, kind: str, name: str) -> tuple[tuple[str, ...], Transform | None]:
+    return _gguf_sources(config, name) if kind == "gguf" else _hf_sources(config, name)
+
+
+def _hf_sources(config: ModelConfig, name: str) -> tuple[tuple[str, ...], Transform | None]:
+    if not name.startswith("blk."):
+        return (llama.hf_name(name),), None
+    _, layer, part, suffix = name.split(".")
+    own = f"model.layers.{layer}.linear_attn"
+    if part in _VECTORS:
+        return (f"{own}.{_VECTORS[part]}",), _vector(config, part)
+    if int(layer) in config.delta_layers:
+        if part == "attn_output":
+            return (f"{own}.out_proj.{suffix}",), None
+        if part in _MATRICES and config.family == _NEXT:
+            return (f"{own}.in_proj_{'ba' if part.startswith('ssm_') else 'qkvz'}.{suffix}",), _of_key_heads(config, part)
+        if part in _MATRICES:
+            return (f"{own}.{_MATRICES[part]}.{suffix}",), None
+    elif part in ("attn_q", "attn_gate"):
+        return (f"model.layers.{layer}.self_attn.q_proj.{suffix}",), _half_of_heads(config, part)
+    if config.experts_in_one and part.endswith("_exps"):
+        return _joined_experts(config, f"model.layers.{layer}.mlp.experts", part)
+    return hf_expert_sources(config, name, "shared_expert") or ((llama.hf_name(name),), None)
+
+
+def _gguf_sources(config: ModelConfig, name: str) -> tuple[tuple[str, ...], Transform | None]:
+    *path, part, _ = (*name.split("."), "")[: 4 if name.startswith("blk.") else 3]
+    if not name.startswith("blk."):
+        return (name,), None
+    blk, layer = ".".join(path), int(path[1])
+    if part == "ffn_norm":
+        return (f"{blk}.post_attention_norm.weight",), None
+    if part in _VECTORS:
+        names = {"ssm_a": "ssm_a", "ssm_dt": "ssm_dt.bias"}
+        return (f"{blk}.{names.get(part, f'{part}.weight')}",), _vector(config, part)
+    if layer in config.delta_layers:
+        if part == "attn_output":
+            return (f"{blk}.ssm_out.weight",), None
+        if part in ("ssm_beta", "ssm_alpha") and config.family == _NEXT:
+            return (f"{blk}.ssm_ba.weight",), _of_key_heads(config, part)
+    elif part in ("attn_q", "attn_gate"):
+        return (f"{blk}.attn_q.weight",), _half_of_heads(config, part)
+    return gguf_expert_sources(config, name) or ((name,), None)
+
+
+def _vector(config: ModelConfig, part: str) -> Transform | None:
+    s = shape_of(config)
+    return _moved(lambda a: a.reshape(s.channels, s.taps).T.reshape(-1)) if part == "ssm_conv1d" else None
+
+
+def _moved(function: Callable[[np.ndarray], np.ndarray]) -> Transform:
+    def transform(arrays: list[np.ndarray]) -> np.ndarray:
+        return function(arrays[0])
+
+    return transform
+
+
+def _half_of_heads(config: ModelConfig, part: str) -> Transform:
+    """Of a matrix with the query and the gate of each head the one or the other."""
+    H, D, half = config.n_heads, config.head_dim, int(part == "attn_gate")
+    return _moved(lambda a: a.reshape(H, 2, D, *a.shape[1:])[:, half].reshape(H * D, *a.shape[1:]))
+
+
+def _of_key_heads(config: ModelConfig, part: str) -> Transform:
+    """Of a matrix with q, k, v and z, or b and a, of each key head the rows of one product, all key heads' q first."""
+    s = shape_of(config)
+    group = s.value_heads // s.key_heads
+    sizes = [s.key_dim, s.key_dim, group * s.value_dim, group * s.value_dim] if part.startswith("attn_") else [group, group]
+    wanted = {"attn_qkv": (0, 1, 2), "attn_gate": (3,), "ssm_beta": (0,), "ssm_alpha": (1,)}[part]
+    ends = np.cumsum(sizes).tolist()
+
+    def rows(a: np.ndarray) -> np.ndarray:
+        heads = a.reshape(s.key_heads, ends[-1], *a.shape[1:])
+        parts = [heads[:, ends[i] - sizes[i] : ends[i]].reshape(-1, *a.shape[1:]) for i in wanted]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    return _moved(rows)
+
+
+def _joined_experts(config: ModelConfig, experts: str, part: str) -> tuple[tuple[str, ...], Transform | None]:
+    """Of a file that has gate and up of all experts in one tensor [X, 2 F, E]."""
+    if part == "ffn_down_exps":
+        return (f"{experts}.down_proj",), experts_in_rows
+    start = 0 if part == "ffn_gate_exps" else config.hidden_dim
+    return (f"{experts}.gate_up_proj",), part_of_experts(config.num_experts, start, start + config.hidden_dim)

@@ -1,0 +1,80 @@
+"""The recurrent states on the device: one tensor a layer that has them (`StateCache`), a row for each slot.
+
+A running sequence has the slot of its row; its state is that after its computed tokens, and begins with zeros at position 0, so that
+nothing is cleared. Two slots are for sequences outside the schedule, some for the prefix cache's copies, and the last one is scratch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tinygrad import Tensor, dtypes
+
+from tinyvllm.batch import LayerCache, StateCache
+from tinyvllm.config import EngineConfig
+from tinyvllm.models.config import ModelConfig
+from tinyvllm.placement import Placement
+from tinyvllm.weights.mapping import allocate
+from tinyvllm.weights.memory import adopt
+
+_OUTSIDE = 2  # rows below 0: SCORED_ROW and ONE_OFF_ROW of tinyvllm/request/sequence.py
+_FEWEST = 4  # copies for the prefix cache
+
+
+@dataclass(frozen=True)
+class StateSlots:
+    """Slots in their order: of `rows` running sequences, two outside the schedule, `copies` of the prefix cache, and scratch."""
+
+    rows: int
+    copies: int
+
+    def of_row(self, row: int) -> int:
+        return row if row >= 0 else self.rows - 1 - row
+
+    def of_copy(self, number: int) -> int:
+        return self.rows + _OUTSIDE + number
+
+    @property
+    def scratch(self) -> int:
+        return self.rows + _OUTSIDE + self.copies
+
+    @property
+    def count(self) -> int:
+        return self.scratch + 1
+
+
+def state_slots(config: EngineConfig, model: ModelConfig) -> StateSlots | None:
+    """The slots of an engine's states, None for a model without: a quarter as many copies as sequences, and a few at least."""
+    if model.delta is None:
+        return None
+    rows = config.max_num_seqs
+    return StateSlots(rows, max(_FEWEST, rows // 4) if config.enable_prefix_caching else 0)
+
+
+def state_bytes(model: ModelConfig, slots: StateSlots | None) -> int:
+    """Bytes of the states of all layers."""
+    return 0 if model.delta is None or slots is None else 4 * model.delta.state * len(model.delta_layers) * slots.count
+
+
+def new_states(model: ModelConfig, slots: StateSlots | None, device: str, outline: bool = False) -> list[StateCache]:
+    """The states of each layer that has some; with `outline` in tensors that take no memory."""
+    if model.delta is None or slots is None:
+        return []
+    shape = slots.count, model.delta.state
+    return [StateCache(Tensor.empty(*shape, device=device) if outline else _zeros(shape, device)) for _ in model.delta_layers]
+
+
+def _zeros(shape: tuple[int, int], device: str) -> Tensor:
+    if not Placement(device).is_cpu:
+        return Tensor.zeros(*shape, device=device).contiguous().realize()
+    # pages take memory once a sequence has the slot
+    return adopt(allocate(4 * shape[0] * shape[1]).view("float32").reshape(shape), device, dtypes.float32)
+
+
+def all_caches(model: ModelConfig, kv: list[LayerCache], states: list[StateCache]) -> list[Any]:
+    """The cache of each layer of the model, in their order: `LayerCache` or `StateCache`."""
+    if not states:
+        return [*kv]
+    with_kv, with_states = iter(kv), iter(states)
+    return [next(with_states) if layer in model.delta_layers else next(with_kv) for layer in range(model.num_blocks)]
