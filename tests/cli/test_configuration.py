@@ -372,6 +372,43 @@ def test_every_option_has_a_type_that_files_can_have(command: str) -> None:
     assert PRESETS not in definitions(PARSERS[command]()), "the file's presets have this key"
 
 
+def sample_of(definition: Definition) -> Any:
+    """A value of the option's type that is not its default."""
+    if definition.is_boolean:
+        return definition.default is not True
+    if definition.action.choices is not None:
+        return [*definition.action.choices][-1]
+    one = {int: 7, float: 0.625}.get(definition.action.type, '{"a": 1}' if definition.is_json else "some text")  # type: ignore[call-overload]
+    return [one] if definition.is_list else one
+
+
+def words_of(definition: Definition, value: Any) -> list[str]:
+    """The same on the command line."""
+    option = f"--{definition.key}"
+    if definition.is_boolean:
+        return [option if value else f"--no-{definition.key}"]
+    values = [str(each) for each in (value if isinstance(value, list) else [value])]
+    return values if not definition.action.option_strings else [word for each in values for word in (option, each)]
+
+
+@pytest.mark.parametrize("command", CONFIGURABLE)
+def test_every_option_is_the_same_in_a_file_and_on_the_command_line(
+    write: Write, monkeypatch: pytest.MonkeyPatch, schema: dict[str, Any], command: str
+) -> None:
+    """Options of lately too, without a word here: all of a parser at once, with a value of their type each."""
+    for switch in SWITCHES:
+        monkeypatch.delenv(switch.name, raising=False)
+    known = definitions(PARSERS[command]())
+    wanted = {key: sample_of(each) for key, each in known.items()}
+    content = {command: wanted}
+    jsonschema.Draft202012Validator(schema).validate(content)
+    file = write(yaml.safe_dump(content))
+    given = [word for key, value in wanted.items() for word in words_of(known[key], value)]
+    expected = vars(parse([*command.split(), *given])[1])
+    assert vars(parse([*command.split(), "--config", file])[1]) == expected | {"config": file}
+    assert set(values_of(command, "--config", file)) == set(known)
+
+
 def test_secrets_are_known() -> None:
     every: dict[str, Definition] = {}
     for command in CONFIGURABLE:
