@@ -9,6 +9,7 @@ import platform
 import resource
 import shutil
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -42,10 +43,11 @@ def _free_bytes(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class Machine:
-    """`device` is what `--device` says, `every_format` whether the self-test has no limit of time."""
+    """`device` is what `--device` says, `every_format` whether the self-test has no limit of time, `began` when the checks could begin."""
 
     device: str = "auto"
     every_format: bool = False
+    began: float = field(default_factory=time.monotonic)
     proc: Path = Path("/proc")
     sysfs: Path = Path("/sys")
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 
+from tinyvllm.backends.collecting import collecting_kernels
 from tinyvllm.backends.cpu.threads import num_threads_wanted
 from tinyvllm.backends.registry import architecture_of, backend_for
 from tinyvllm.bridge import Captured, copied, synchronize
@@ -182,11 +183,24 @@ def _weights(placement: Placement, format: str, side: int, count: int) -> list[W
 def _product_rates(placement: Placement, format: str, size: int) -> tuple[float, ...]:
     """Those of ProductRate, with `size` bytes of matrices."""
     weights = _weights(placement, format, SIDE, max(1, size // (SIDE * row_bytes(format, SIDE))))
+    _compile_ahead(placement, weights[0])
     rates = []
     for rows in ROWS:
         some = weights if rows <= READING_ROWS else weights[:1]
         rates.append(len(some) * SIDE * SIDE / _seconds(placement, _multiply(placement, some, rows)))
     return tuple(rates)
+
+
+def _compile_ahead(placement: Placement, weight: Weight) -> None:
+    """Start to compile the kernels of all ROWS together."""
+    backend = backend_for(placement)
+    if backend is None:
+        return
+    with collecting_kernels() as kernels:
+        for rows in ROWS:
+            x = Tensor.empty(rows, weight.I, dtype=dtypes.float32, device=placement.device)
+            linear(x, weight, Tensor.empty(1, dtype=dtypes.int32, device=placement.device))
+    backend.compile_ahead(kernels, placement)
 
 
 def _launch_seconds(placement: Placement) -> float:
