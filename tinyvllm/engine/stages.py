@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tinyvllm.engine.constraints import Failures, TokenConstraints
-from tinyvllm.engine.observer import EngineObserver
+from tinyvllm.engine.observer import LAUNCH_ENDED, LAUNCH_STARTED, EngineObserver, Marks
 from tinyvllm.engine.requests import ActiveRequests
 from tinyvllm.engine.scoring import PromptScoring
 from tinyvllm.request import Sequence
@@ -45,14 +45,6 @@ class AnnouncedStep:
     announced: Announced
 
 
-class LaunchEvents(Protocol):
-    """What a trace wants to know in addition to an observer. Nothing is called without a trace."""
-
-    def launch_started(self) -> None: ...
-
-    def launch_ended(self) -> None: ...
-
-
 class Stages:
     """One method a stage, each for one step of one engine."""
 
@@ -68,7 +60,7 @@ class Stages:
         self.runner, self.sampler, self.constraints = runner, sampler, constraints
         self.requests, self.scoring, self.observer = requests, scoring, observer
         self.on_states: Callable[[PreparedStep, Tensor], None] | None = None  # called with the hidden states of each step, if wanted
-        self.trace: LaunchEvents | None = None  # of the trace that runs, if there is one
+        self.marks: Marks | None = None  # of the trace that runs, if there is one
         self.scheduled: Schedule | None = None  # the last schedule; None while the next one is chosen
 
     @property
@@ -129,11 +121,11 @@ class Stages:
         """Start the forward pass. The scheduler counts the tokens of all `num_steps` as computed."""
         self.observer.phase_ended("prepare")
         self.observer.step_launched(step.schedule, self.requests.owners, num_steps)
-        if self.trace is not None:
-            self.trace.launch_started()
+        if self.marks is not None:
+            self.marks += (LAUNCH_STARTED, time.perf_counter())
         logits = self.runner.launch(step.inputs)
-        if self.trace is not None:
-            self.trace.launch_ended()
+        if self.marks is not None:
+            self.marks += (LAUNCH_ENDED, time.perf_counter())
         self.scheduler.advance(step.schedule, num_steps)
         return logits
 
@@ -153,11 +145,11 @@ class Stages:
 
     def finish(self, step: Step, announced: Announced) -> Logits:
         """Run this process's part of a step that others have run."""
-        if self.trace is not None:
-            self.trace.launch_started()
+        if self.marks is not None:
+            self.marks += (LAUNCH_STARTED, time.perf_counter())
         logits = self.runner.finish(step.inputs, announced)
-        if self.trace is not None:
-            self.trace.launch_ended()
+        if self.marks is not None:
+            self.marks += (LAUNCH_ENDED, time.perf_counter())
         return logits
 
     def draw(self, step: Step, logits: Logits) -> None:
@@ -172,11 +164,11 @@ class Stages:
     def launch_whole(self, step: Step) -> Reading:
         """Start forward pass, draw and advance of a step of decodes as one launch; its tokens [B] are read later."""
         inputs, flags = step.inputs, step.flags
-        if self.trace is not None:
-            self.trace.launch_started()
+        if self.marks is not None:
+            self.marks += (LAUNCH_STARTED, time.perf_counter())
         tokens = self.runner.decode(inputs, self.sampler.step(inputs.num_logits, flags), flags, plain=not flags)
-        if self.trace is not None:
-            self.trace.launch_ended()
+        if self.marks is not None:
+            self.marks += (LAUNCH_ENDED, time.perf_counter())
         self.sampler.mark_drawn(inputs.num_logits, flags, 1)
         self.observer.step_launched(step.schedule, self.requests.owners, 1)
         self.scheduler.advance(step.schedule)

@@ -31,7 +31,8 @@ def start_trace(
         raise BusyError("trace: another trace of this engine runs; try again when it has ended", 5.0, "trace")
     trace = StepTrace(output, engine.runner, engine.scheduler, _roof(engine, measure), max_steps, on_end)
     engine.observer.add(trace)
-    engine.trace = engine.stages.trace = trace
+    engine.trace = trace
+    engine.observer.marks = engine.stages.marks = trace.marks
     return trace
 
 
@@ -45,5 +46,5 @@ def stop_trace(engine: Engine, trace: StepTrace) -> None:
     """End a trace, and write what it has left. Nothing, if it has ended."""
     if engine.trace is trace:
         engine.observer.remove(trace)
-        engine.trace = engine.stages.trace = None
+        engine.trace = engine.observer.marks = engine.stages.marks = None
         trace.close()

@@ -19,6 +19,7 @@ from tests.engine.starts import use_own_steps
 from tinyvllm import LLM, ArgumentError, SamplingParams
 from tinyvllm.cli import main
 from tinyvllm.cli.arguments import PARSERS
+from tinyvllm.engine import observer, stages
 from tinyvllm.engine.tools import trace as module
 from tinyvllm.engine.tools.kernel_table import KernelRoof, KernelTable
 from tinyvllm.engine.tools.trace_output import TraceFile, TraceMemory
@@ -159,7 +160,7 @@ def test_kernels_have_operations_and_the_share_of_a_measured_roof(
 
 @pytest.mark.parametrize("sequences", [1, 2])
 def test_a_step_with_a_trace_costs_a_fixed_number_of_calls(llm: LLM, monkeypatch: pytest.MonkeyPatch, sequences: int) -> None:
-    """What a step adds: a reading of the clock a phase and two more, one event, whatever the batch; no file is touched within a second."""
+    """What a step adds: a reading of the clock a phase and two more, whatever the batch; texts are made later, many at a time."""
     steps, readings, writes = 20, [0], list[object]()
     clock = module.time.perf_counter
 
@@ -175,14 +176,15 @@ def test_a_step_with_a_trace_costs_a_fixed_number_of_calls(llm: LLM, monkeypatch
     output = TraceMemory()
     trace = start_trace(llm.engine, output)
     llm.engine.step()  # begins the flows of the requests, and is sampled
-    monkeypatch.setattr(module, "COUNTER_SECONDS", math.inf)
-    monkeypatch.setattr(module, "FLUSH_SECONDS", math.inf)
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=counted))
+    trace._count_at = trace._flush_at = math.inf
+    for each in (stages, observer, module):
+        monkeypatch.setattr(each, "time", SimpleNamespace(perf_counter=counted))
     monkeypatch.setattr(output, "write", writes.append)
-    before = len(trace._events)
+    before, texts = len(trace.marks), len(trace._events)
     for _ in range(steps):
         llm.engine.step()
-    assert readings[0] == steps * (len(PHASES) + 2) and len(trace._events) - before == steps and not writes
+    assert readings[0] == steps * (len(PHASES) + 2) and len(trace.marks) - before == 2 * readings[0]
+    assert len(trace._events) == texts and not writes
     monkeypatch.undo()
     stop_trace(llm.engine, trace)
     while llm.engine.has_work():
@@ -235,7 +237,7 @@ def test_without_a_trace_nothing_is_left_on_the_way(llm: LLM) -> None:
 
     before = len(llm.engine.observer._observers)
     traced(llm, ["hello"])
-    assert llm.engine.trace is None and llm.engine.stages.trace is None and len(llm.engine.observer._observers) == before
+    assert llm.engine.trace is None and llm.engine.stages.marks is None and len(llm.engine.observer._observers) == before
     assert kernel_timer() is None
 
 

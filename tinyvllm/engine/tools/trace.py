@@ -11,9 +11,11 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from tinyvllm.engine.observer import EngineObserver
+import numpy as np
+
+from tinyvllm.engine.observer import LAUNCH_ENDED, LAUNCH_STARTED, EngineObserver, Marks
 from tinyvllm.engine.output import ActiveRequest
 from tinyvllm.engine.tools.kernel_table import KernelRoof, KernelTable
 from tinyvllm.engine.tools.trace_output import TraceOutput
@@ -29,8 +31,13 @@ SAMPLE_EVERY_GPU = 512  # where a sampled step runs its kernels one by one
 COUNTER_SECONDS = 0.1  # between two readings of the memory
 FLUSH_SECONDS = 1.0
 FLUSH_EVENTS = 4096
+FORMAT_STEPS = (
+    64  # whose texts are made together, a tenth of a second's at most: one by one, in caches that kernels have filled, took twice as long
+)
+MAX_MARKS = 1 << 14  # of steps without a text, most of which have failed then
 MAX_TEMPLATES = 64  # orders of phases: a step has one of a handful
 MAX_ID = 64  # characters of a request's id
+_PHASES = {LAUNCH_STARTED: "prepare", LAUNCH_ENDED: "launch", "run": "wait"}  # what ends there
 _STEPS, _REQUESTS, _KERNELS = 1, 2, 3  # threads of the trace
 
 
@@ -54,10 +61,10 @@ class StepTrace(EngineObserver):
         self._until_sample = 0  # steps
         self._timer = KernelTimer()
         self._sampling = False
-        self._start = self._step_start = self._flushed = time.perf_counter()
-        self._counted = 0.0  # when the memory was read
-        self._phases: list[str] = []  # of the running step
-        self._ends: list[float] = []  # of its phases
+        self._start = time.perf_counter()
+        self._count_at, self._flush_at = self._start, self._start + FLUSH_SECONDS  # when the memory is read, and events are written
+        self.marks: Marks = []  # of steps that are no text yet
+        self._steps: list[tuple[int, int, str]] = []  # of these their rows and sequences, and whether they were sampled
         self._templates: dict[tuple[str, ...], str] = {}  # of steps with these phases
         self._rows = self._num_sequences = 0  # of the last schedule
         self._attention: dict[str, Iterator[float]] = {}  # bytes that the next layer's attention reads, by the stem of its kernel
@@ -69,6 +76,7 @@ class StepTrace(EngineObserver):
     def close(self) -> None:
         """Write what is left."""
         self._stop_sampling()
+        self._format_steps()
         self._flush()
         self._output.close()
 
@@ -78,25 +86,11 @@ class StepTrace(EngineObserver):
     # ---- steps ----
 
     def step_started(self) -> None:
-        self._phases.clear()
-        self._ends.clear()
+        if len(self.marks) > MAX_MARKS:
+            self._format_steps()
         self._sampling = self._until_sample <= 0
         if self._sampling:
             start_timing(self._timer)
-        self._step_start = time.perf_counter()
-
-    def phase_ended(self, phase: str) -> None:
-        if phase != "prepare":  # its end is where the launch begins
-            self._ends.append(time.perf_counter())
-            self._phases.append(phase)
-
-    def launch_started(self) -> None:
-        self._ends.append(time.perf_counter())
-        self._phases.append("prepare")
-
-    def launch_ended(self) -> None:
-        self._ends.append(time.perf_counter())
-        self._phases.append("launch")
 
     def step_launched(self, schedule: Schedule, owners: Mapping[int, ActiveRequest], num_steps: int) -> None:
         if not schedule.reused:
@@ -106,38 +100,54 @@ class StepTrace(EngineObserver):
             self._attention = self._attention_bytes(schedule)
 
     def step_finished(self) -> None:
-        end = time.perf_counter()
-        self._events.append(self._step_text(end))
+        self._steps.append((self._rows, self._num_sequences, "true" if self._sampling else "false"))
         if self._sampling:
             self._take_sample()
         self._until_sample -= 1
-        if end - self._counted > COUNTER_SECONDS:
-            self._counted = end
-            self._count_memory(end)
-        if end - self._flushed > FLUSH_SECONDS or len(self._events) > FLUSH_EVENTS:
-            self._flush()
-            self._flushed = end
         self.num_steps += 1
-        if self.num_steps == self._max_steps or self._output.full:
-            self._on_end()
+        ends, now = self.num_steps == self._max_steps, float(self.marks[-1])
+        if ends or len(self._steps) >= FORMAT_STEPS or now > self._count_at:
+            self._format_steps()
+            self._write_due(now)
+            if ends or self._output.full:
+                self._on_end()
 
-    def _step_text(self, end: float) -> str:
-        """The step and its phases. One template: formatting each slice alone took three times as long, 1% of a step of a small model."""
-        names = tuple(self._phases)
-        template = self._templates.get(names)
+    def _format_steps(self) -> None:
+        """Make texts of the steps since the last call. A step that failed has no end, and no text."""
+        if not self._steps:
+            self.marks.clear()
+            return
+        names = cast("list[str]", self.marks[::2])
+        at = (1e6 * (np.array(self.marks[1::2]) - self._start)).astype(np.int64)
+        ends = np.flatnonzero(np.array(names) == "end").tolist()
+        slices = np.stack([at, np.diff(at, append=0)], axis=1).reshape(-1).tolist()  # of each mark its time, and that until the next
+        self.marks.clear()
+        steps, self._steps, start = self._steps, [], 0
+        for end, about in zip(ends, steps, strict=True):
+            while "step" in (later := names[start + 1 : end]):  # one that failed
+                start += 1 + later.index("step")
+            first, last = 2 * start, 2 * end
+            self._events.append(
+                self._template(tuple(later)) % (slices[first], slices[last] - slices[first], *about, *slices[first : last - 2])
+            )
+            start = end + 1
+
+    def _write_due(self, now: float) -> None:
+        if now > self._count_at:
+            self._count_at = now + COUNTER_SECONDS
+            self._count_memory(now)
+        if now > self._flush_at or len(self._events) > FLUSH_EVENTS:
+            self._flush_at = now + FLUSH_SECONDS
+            self._flush()
+
+    def _template(self, phases: tuple[str, ...]) -> str:
+        """The text of a step with these phases, without its numbers: to format each slice alone took three times as long."""
+        template = self._templates.get(phases)
         if template is None:
             if len(self._templates) >= MAX_TEMPLATES:
                 self._templates.clear()
-            template = self._templates[names] = _step_template(names)
-        start = 1e6 * (self._step_start - self._start)
-        values: list[object] = [
-            start, 1e6 * (end - self._step_start), self._rows, self._num_sequences, "true" if self._sampling else "false",
-        ]  # fmt: skip
-        for until in self._ends:
-            now = 1e6 * (until - self._start)
-            values += (start, now - start)
-            start = now
-        return template % tuple(values)
+            template = self._templates[phases] = _step_template(phases)
+        return template
 
     def _take_sample(self) -> None:
         """The kernels that ran in this step. One without a captured step, as at the first use of a shape, leaves the next to be sampled."""
@@ -269,9 +279,10 @@ def resident_bytes() -> int | None:
 
 
 def _step_template(phases: tuple[str, ...]) -> str:
-    step = f'{{"ph":"X","pid":1,"tid":{_STEPS},"name":"step","ts":%.3f,"dur":%.3f,"args":{{"rows":%d,"sequences":%d,"sampled":%s}}}}'
-    named = ["wait" if phase == "run" else phase for phase in phases]
-    return ",\n".join([step, *(f'{{"ph":"X","pid":1,"tid":{_STEPS},"name":"{name}","ts":%.3f,"dur":%.3f}}' for name in named)])
+    """Whole microseconds: to format fractions took as long as all the rest."""
+    step = f'{{"ph":"X","pid":1,"tid":{_STEPS},"name":"step","ts":%d,"dur":%d,"args":{{"rows":%d,"sequences":%d,"sampled":%s}}}}'
+    named = [_PHASES.get(phase, phase) for phase in phases]
+    return ",\n".join([step, *(f'{{"ph":"X","pid":1,"tid":{_STEPS},"name":"{name}","ts":%d,"dur":%d}}' for name in named)])
 
 
 def _name(thread: int, name: str) -> str:
