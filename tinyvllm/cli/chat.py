@@ -15,7 +15,7 @@ from tinyvllm.cli.generate import check_engine_options, load
 from tinyvllm.cli.jsonl import sampling_value
 from tinyvllm.cli.new_file import new_file
 from tinyvllm.cli.options import engine_options, sampling_options
-from tinyvllm.cli.partner import ContextFull, Local, Message, Partner
+from tinyvllm.cli.partner import ContextFull, Local, Message, Partner, Piece
 from tinyvllm.cli.progress import say
 from tinyvllm.config import expand_home
 from tinyvllm.errors import ArgumentError, FormatError, TinyvllmError, TokenizerError, nearest
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
                 f"chat: {llm.config.model} has no chat template, it may be a model without chat training: try --prompt TEXT"
             )
         tell = _teller(options)
-        status = _talk(Chat(Local(llm, tell), chosen, options.system, tell), options.quiet)
+        status = _talk(Chat(Local(llm, tell), chosen, options.system, tell, _thinker(options)), options.quiet)
         if llm.engine.trace is not None and not options.quiet:
             say(llm.engine.trace.table.text())
         llm.settle()  # after the conversation: nothing waits for it
@@ -55,12 +55,23 @@ def _talk_to_server(options: argparse.Namespace, chosen: dict[str, Any]) -> int:
 
     tell = _teller(options)
     remote = Remote(options.url, options.api_key or os.environ.get("TINYVLLM_API_KEY") or None, getattr(options, "model", None), tell)
-    return _talk(Chat(remote, chosen, options.system, tell), options.quiet)
+    return _talk(Chat(remote, chosen, options.system, tell, _thinker(options)), options.quiet)
 
 
 def _teller(options: argparse.Namespace) -> Callable[[str], None]:
     """A function for lines that are no errors."""
     return (lambda text: None) if options.quiet else say
+
+
+def _thinker(options: argparse.Namespace) -> Callable[[str], None]:
+    """A function for pieces of reasoning: to stderr, dimmed on a terminal."""
+    before, after = ("\033[2m", "\033[22m") if sys.stderr.isatty() else ("", "")
+
+    def write(text: str) -> None:
+        sys.stderr.write(f"{before}{text}{after}")
+        sys.stderr.flush()
+
+    return (lambda text: None) if options.quiet else write
 
 
 def _talk(chat: Chat, quiet: bool) -> int:
@@ -95,7 +106,9 @@ def converse(chat: Chat, interactive: bool) -> int:
 
 
 class Chat:
-    """One conversation: its messages, its sampling parameters, and the commands that change them. `tell` gets remarks for the user."""
+    """One conversation: its messages, its sampling parameters, and the commands that change them. `tell` gets remarks for the user,
+    `think` the pieces of a model's reasoning, which is no part of the conversation.
+    """
 
     def __init__(
         self,
@@ -103,12 +116,13 @@ class Chat:
         chosen: Mapping[str, Any],
         system: str | None = None,
         tell: Callable[[str], None] = lambda text: None,
+        think: Callable[[str], None] = lambda text: None,
     ):
         self.partner = partner
         self.chosen = dict(chosen)
         self.params = replace(partner.default_params, **chosen)
         self.system = system
-        self.tell = tell
+        self.tell, self.think = tell, think
         self.history: list[Message] = []
         self.over = False
 
@@ -148,24 +162,31 @@ class Chat:
     def _stream(self) -> str | None:
         """The answer up to its end or an interrupt; None if the interrupt came before any text."""
         pieces: list[str] = []
+        reasons = False
         try:
             with contextlib.closing(self._begin()) as answer:
                 for piece in answer:
-                    pieces.append(piece)
-                    sys.stdout.write(piece)
-                    sys.stdout.flush()
+                    if piece.reasoning or reasons:
+                        self.think(piece.text if piece.reasoning else "\n")
+                    reasons = piece.reasoning
+                    if not reasons:
+                        pieces.append(piece.text)
+                        sys.stdout.write(piece.text)
+                        sys.stdout.flush()
         except KeyboardInterrupt:
             if not self.partner.breakable:
                 raise
             if not pieces:
                 return None
         finally:
+            if reasons:
+                self.think("\n")
             if pieces:
                 sys.stdout.write("\n")
                 sys.stdout.flush()
         return "".join(pieces)
 
-    def _begin(self) -> Generator[str, None, None]:
+    def _begin(self) -> Generator[Piece, None, None]:
         """The pieces of the answer. The oldest turns leave the history until the rest fits into the context."""
         dropped, counts = 0, ""
         while True:

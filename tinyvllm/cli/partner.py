@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tinyvllm.cli.broken import broken_reason
@@ -13,6 +13,7 @@ from tinyvllm.cli.options import MAX_TOKENS, only_adapter
 from tinyvllm.cli.progress import Tally, closing_line
 from tinyvllm.errors import ModelError, RequestError
 from tinyvllm.request import RequestOutput, SamplingParams
+from tinyvllm.text.parsing import Event, StreamParser, parser_for
 
 if TYPE_CHECKING:
     from tinyvllm.engine.llm import LLM
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 ANSWER_SHARE = 4  # a conversation leaves its answer this part of the context (1/4), or max_tokens if that is less
 CUT_BY_CONTEXT = "the end of the context: /undo takes the last question back, /reset starts over"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an answer: what the conversation keeps, or `reasoning`, which it does not."""
+
+    text: str
+    reasoning: bool = False
 
 
 class ContextFull(RequestError):
@@ -36,7 +45,7 @@ class Partner(Protocol):
     default_params: SamplingParams
     breakable: bool  # whether a KeyboardInterrupt may be raised in the middle of an answer, to end it
 
-    def answer(self, messages: list[Message], params: SamplingParams, chosen: Mapping[str, Any]) -> Generator[str, None, None]:
+    def answer(self, messages: list[Message], params: SamplingParams, chosen: Mapping[str, Any]) -> Generator[Piece, None, None]:
         """Pieces of the answer. `chosen` has the fields of `params` that the user set. ContextFull before the first piece."""
 
     def cut(self) -> str | None:
@@ -57,20 +66,29 @@ class Local:
         self._tell, self._lora = tell, only_adapter(llm.config)
         self._limited: int | None = None  # the value of max_tokens that the user was told is limited
         self._last: RequestOutput | None = None
+        tokenizer = llm.engine.tokenizer
+        assert tokenizer is not None  # it has a chat template
+        special = {tokenizer.token_text(i): i for i in tokenizer.special_ids}
+        self._dialect = parser_for(tokenizer.chat_templates.get("default"), special)
 
-    def answer(self, messages: list[Message], params: SamplingParams, chosen: Mapping[str, Any]) -> Generator[str, None, None]:
+    def answer(self, messages: list[Message], params: SamplingParams, chosen: Mapping[str, Any]) -> Generator[Piece, None, None]:
         prompt, room = self._encode(messages, params)
         self._tell_limit(chosen.get("max_tokens"))
         params = replace(params, max_tokens=min(params.max_tokens or room, room))
-        shown = 0
+        reader, shown = None, 0
+        if self._dialect.think is not None:  # its marks are to be in the text, also where they are special tokens
+            reader = StreamParser(self._dialect, None, opened=self._dialect.opened(prompt["prompt"]))
+            params = replace(params, skip_special_tokens=params.skip_special_tokens and not self._dialect.keep_special_tokens)
         with deferred_interrupts() as interrupted, contextlib.closing(self.llm.follow(prompt, params, lora_request=self._lora)) as outputs:
             for output in outputs:
                 self._last = output
                 text = output.outputs[0].text
-                yield text[shown:]
-                shown = len(text)
+                piece, shown = text[shown:], len(text)
+                yield from [Piece(piece)] if reader is None else _pieces(reader.add(piece))
                 if interrupted():
                     break
+        if reader is not None:
+            yield from _pieces(reader.finish(cut=output.outputs[0].finish_reason == "length"))
         if (error := broken_reason(output)) is not None:
             raise ModelError(f"chat: {error}")
 
@@ -105,3 +123,7 @@ class Local:
 
     def figures(self) -> str | None:
         return None if self._last is None else closing_line(self.llm, Tally.of([self._last]))
+
+
+def _pieces(events: list[Event]) -> list[Piece]:
+    return [Piece(event.text, event.kind == "reasoning") for event in events]

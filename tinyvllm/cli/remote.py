@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tinyvllm.cli.partner import CUT_BY_CONTEXT, ContextFull
+from tinyvllm.cli.partner import CUT_BY_CONTEXT, ContextFull, Piece
 from tinyvllm.errors import RequestError, TinyvllmError
 from tinyvllm.http_client import RETRY_STATUS, authorization, json_events, reason, retry_after, server_address
 from tinyvllm.request import SamplingParams
@@ -70,7 +70,7 @@ class Remote:
         self._figures: _Figures | None = None
         self._max_tokens: int | None = None  # of the last request
 
-    def answer(self, messages: list[dict[str, str]], params: SamplingParams, chosen: Mapping[str, Any]) -> Generator[str, None, None]:
+    def answer(self, messages: list[dict[str, str]], params: SamplingParams, chosen: Mapping[str, Any]) -> Generator[Piece, None, None]:
         """Pieces of the answer. Only the `chosen` fields are sent: for the others the server has the recommendation of its model."""
         if self._model is None:
             self._model = self._with_retries(self._first_model)
@@ -81,8 +81,7 @@ class Remote:
         events = self._with_retries(lambda: self._begin(json.dumps(body).encode()))
         with contextlib.closing(events):
             for event in events:
-                if piece := self._read(event, self._figures):
-                    yield piece
+                yield from self._read(event, self._figures)
 
     def cut(self) -> str | None:
         if self._figures is None or self._figures.finish_reason != "length":
@@ -95,17 +94,20 @@ class Remote:
     def figures(self) -> str | None:
         return None if self._figures is None else self._figures.line()
 
-    def _read(self, event: Mapping[str, Any], figures: _Figures) -> str:
-        """The text of an event, or the empty string."""
+    def _read(self, event: Mapping[str, Any], figures: _Figures) -> list[Piece]:
+        """The texts of an event."""
         figures.usage = event.get("usage") or figures.usage
         choices = event.get("choices") or [{}]
         figures.finish_reason = choices[0].get("finish_reason") or figures.finish_reason
-        piece = (choices[0].get("delta") or {}).get("content") or ""
-        if piece:
+        delta = choices[0].get("delta") or {}
+        thought = delta.get("reasoning_content") or delta.get("reasoning")  # the second is the name of OpenRouter and of later vLLM
+        texts = ((thought, True), (delta.get("content"), False))
+        pieces = [Piece(text, reasoning) for text, reasoning in texts if isinstance(text, str) and text]
+        if pieces:
             figures.last = time.monotonic()
             figures.first = figures.first or figures.last
             figures.pieces += 1
-        return piece
+        return pieces
 
     def _with_retries(self, attempt: Callable[[], Any]) -> Any:
         """The result of the first `attempt` that does not raise _Retry."""
