@@ -4,7 +4,6 @@ A message is one line: the speaker, what is wrong, what was expected, what was g
 command line: 2 for arguments that the caller typed, 1 for failures of files, devices or the network.
 """
 
-import difflib
 from collections.abc import Iterable
 
 MAX_MESSAGE = 300  # characters of an error about a file
@@ -24,6 +23,8 @@ def one_line(text: str, limit: int = MAX_MESSAGE) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """ ", did you mean 'x'?" for the closest of the known words, or the empty string."""
+    import difflib  # with what it imports, for errors only
+
     close = difflib.get_close_matches(word[:MAX_MESSAGE], list(known), 1, 0.6)
     return f", did you mean {close[0]!r}?" if close else ""
 

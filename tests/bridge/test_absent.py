@@ -11,7 +11,7 @@ from tinyvllm.config import cache_folder
 from tinyvllm.runner.device import start_device
 start_device("CPU", cache_folder())
 from tinygrad.runtime.support import c
-unused = [name for name in sys.modules if name.startswith(("tinygrad.runtime.ops_rdma", "tinygrad.runtime.support.mlx", "tinygrad.runtime.autogen.libusb", "tinygrad.runtime.autogen.mesa"))]
+unused = [name for name in sys.modules if name.startswith(("tinygrad.runtime.ops_rdma", "tinygrad.runtime.support.mlx", "tinygrad.runtime.autogen.libusb", "tinygrad.runtime.autogen.mesa", "tinygrad.runtime.autogen.llvm"))]
 print(sorted(c.DLL._loaded_ - {"libc"}), unused)
 from tinygrad.runtime.ops_rdma import RDMADevice
 from tinygrad.renderer.nir import LVPRenderer

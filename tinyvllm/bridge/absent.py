@@ -20,9 +20,11 @@ UNUSED_LIBRARIES = ("llvm", "mesa")
 # Modules of which only a class is named by those that import them: module, class, what imports it, and the variable that keeps it.
 #   Copies between GPUs of several machines: its modules load libraries for USB and PCI devices. It is named by tinygrad's graph of a CPU
 #   device, whose place a backend's graph takes.
+#   Definitions of LLVM, of which tinygrad's compilers of C read none: 8 ms.
 #   Renderers of the CPU device that are not chosen, with the definitions of Mesa: 40 ms of imports.
 UNUSED_MODULES = (
     ("tinygrad.runtime.ops_rdma", "RDMACopyQueue", "tinygrad.runtime.graph.hcq", None),
+    ("tinygrad.runtime.autogen.llvm", "LLVMModuleRef", "tinygrad.runtime.support.compiler_cpu", "LLVM_PATH"),
     ("tinygrad.renderer.nir", "LVPRenderer", "tinygrad.runtime.ops_cpu", "MESA_PATH"),
     ("tinygrad.renderer.isa.x86", "X86Renderer", "tinygrad.runtime.ops_cpu", None),
 )

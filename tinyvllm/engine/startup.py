@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import secrets
+import os
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,6 @@ from tinyvllm.config import EngineConfig, expand_home
 from tinyvllm.engine.drafter_memory import drafter_memory, log_division
 from tinyvllm.engine.prefix_store import PrefixStore
 from tinyvllm.engine.recurrent import fitted_to_states
-from tinyvllm.engine.tools.plan_sizes import make_sizes
 from tinyvllm.errors import ModelError, OutOfMemoryError
 from tinyvllm.host_memory import headroom, is_out_of_memory
 from tinyvllm.scheduler import Scheduler, SchedulerLimits
@@ -71,6 +70,7 @@ def load_runner(config: EngineConfig, progress: Progress | None, opened: OpenedM
 
 def _planned(config: EngineConfig, opened: OpenedModel, free: int) -> str:
     """What `tinyvllm plan` says of an engine that does not start, with the memory that was free before."""
+    from tinyvllm.engine.tools.plan_sizes import make_sizes
     from tinyvllm.runner.memory import memory_limit
 
     try:
@@ -122,7 +122,7 @@ def new_scheduler(config: EngineConfig, runner: Runner, store: PrefixStore | Non
     )
     pool, prefix = BlockPool(blocks.num_blocks, config.block_size), None
     if config.enable_prefix_caching:
-        prefix = PrefixCache(pool, store.key if store else secrets.token_bytes(32), groups=groups)
+        prefix = PrefixCache(pool, store.key if store else os.urandom(32), groups=groups)
         if store is not None:
             store.restore(prefix)
     host = BlockPool(runner.swap_blocks, config.block_size) if runner.swap_blocks else None

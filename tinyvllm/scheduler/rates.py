@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
+from collections.abc import Iterable
 
 MIN_SAMPLES = 5  # comparable steps before a deadline is refused by a prediction
 _WINDOW = 32  # observations; the median over them ignores a step that was captured or compiled
@@ -33,12 +33,12 @@ class Rates:
     @property
     def prefill_token(self) -> float | None:
         """Seconds of a prompt token."""
-        return median(seconds for _, seconds in self._prefill) if self._prefill else None
+        return _median(seconds for _, seconds in self._prefill) if self._prefill else None
 
     @property
     def decode_step(self) -> float | None:
         """Seconds of a step of decodes."""
-        return median(self._decode) if self._decode else None
+        return _median(self._decode) if self._decode else None
 
     def certain_prefill_token(self, tokens: int) -> float:
         """Seconds of a prompt token in a step with `tokens` of them; 0 before MIN_SAMPLES steps of at least half that size.
@@ -46,12 +46,12 @@ class Rates:
         Small steps say nothing about large ones: their tokens cost many times as much.
         """
         comparable = [seconds for size, seconds in self._prefill if _power(size) >= _power(tokens) - 1]
-        return median(comparable) if len(comparable) >= MIN_SAMPLES else 0.0
+        return _median(comparable) if len(comparable) >= MIN_SAMPLES else 0.0
 
     @property
     def certain_decode_step(self) -> float:
         """Seconds of a step of decodes; 0 before MIN_SAMPLES of them."""
-        return median(self._decode) if len(self._decode) >= MIN_SAMPLES else 0.0
+        return _median(self._decode) if len(self._decode) >= MIN_SAMPLES else 0.0
 
     def max_chunk_tokens(self, seconds: float, budget: int) -> int:
         """Tokens of chunks, up to `budget`, for which a step with decodes is predicted to take `seconds` at most; one of few sizes.
@@ -77,14 +77,21 @@ class Rates:
         """
         wanted = _power(size)
         nearest = min((_power(tokens) for tokens, _ in self._prefill), key=lambda power: (abs(power - wanted), -power))
-        return median(each for tokens, each in self._prefill if _power(tokens) == nearest)
+        return _median(each for tokens, each in self._prefill if _power(tokens) == nearest)
 
     @property
     def copy_bandwidth(self) -> float:
         """Bytes a second of a swap."""
-        return median(self._copy) if self._copy else _COPY_GUESS
+        return _median(self._copy) if self._copy else _COPY_GUESS
 
 
 def _power(tokens: int) -> int:
     """The exponent of the power of two that a step with that many prompt tokens is padded to."""
     return (max(tokens, _MIN_CHUNK) - 1).bit_length()
+
+
+def _median(numbers: Iterable[float]) -> float:
+    """Of one number at least. Python's own is in a module whose imports take 4 ms of every start."""
+    ordered = sorted(numbers)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

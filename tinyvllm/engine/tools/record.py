@@ -27,7 +27,6 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.config import VERSION, EngineConfig, expand_home
@@ -197,6 +196,8 @@ def record_to(path: str) -> Recorder:
 def header_of(config: EngineConfig, num_blocks: int, dtype: str, architecture: str, checkpoint: Checkpoint) -> Event:
     """The first line. The engine chose `num_blocks` and `dtype`; `architecture` is what computed the tokens."""
     # the number of blocks replaces what it was computed from; max_model_len stays as it was given: positions of some models depend on it
+    from importlib.metadata import version  # it parses mail, which takes 10 ms
+
     settings = dataclasses.asdict(config) | {"num_blocks": num_blocks, "kv_memory": None, "record": None, "profile": None, "energy": False}
     return {
         "format": FORMAT,
