@@ -92,7 +92,7 @@ def test_options_under_the_names_of_vllm(tmp_path: Path) -> None:
     same = {"tensor_parallel_size": 1, "trust_remote_code": True, "enforce_eager": False, "gpu_memory_utilization": None, "task": "auto"}
     assert resolve(tmp_path, environ={}, num_gpu_blocks_override=7, **same) == resolve(tmp_path, environ={}, num_blocks=7)
     assert resolve(tmp_path, environ={}, kv_cache_memory_bytes="2GiB").kv_memory == 2 << 30
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
         assert resolve(tmp_path, environ={}, **{name: 2}).speculative_config is None, "a default that does not work with it"
     for given, words in [
         ({"gpu_memory_utilization": 0.9}, ["gpu_memory_utilization=0.9", "nearest: kv_memory, num_blocks"]),
@@ -109,6 +109,18 @@ def test_options_under_the_names_of_vllm(tmp_path: Path) -> None:
             {"tensor_parallel_size": 2, "quantization": "q4_k", "imatrix": tmp_path / "i.dat"},
             ["imatrix does not work with tensor_parallel_size=2"],
         ),
+        ({"context_parallel_size": 3}, ["context_parallel_size must be one of 1, 2, 4, 8", "got 3"]),
+        ({"context_parallel_size": 2, "block_size": 16}, ["block_size=16", "context_parallel_size=2", "256 tokens", "leave it out"]),
+        ({"context_parallel_size": 2, "enable_lora": True}, ["enable_lora does not work with context_parallel_size=2"]),
+        (
+            {"context_parallel_size": 2, "tensor_parallel_size": 2},
+            ["context_parallel_size=2 does not work with tensor_parallel_size=2", "leave one"],
+        ),
+        (
+            {"prefill_context_parallel_size": 4, "pipeline_parallel_size": 2},
+            ["context_parallel_size=4 does not work with pipeline_parallel_size=2"],
+        ),
+        ({"decode_context_parallel_size": 2}, ["decode_context_parallel_size=2", "nearest: context_parallel_size"]),
         ({"tensor_parallel_size": 2, "num_scheduler_steps": 4}, ["num_scheduler_steps=4 is not supported with tensor_parallel_size=2"]),
         ({"enforce_eager": True}, ["enforce_eager=True", "nearest: warm_up"]),
         ({"num_gpu_blocks_override": 7, "num_blocks": 8}, ["num_gpu_blocks_override", "num_blocks", "one of them"]),

@@ -45,6 +45,10 @@ VLLM: dict[str, Alias] = {
         inert=(None,), nearest=("kv_memory", "num_blocks"), why="the KV cache has a size; without one it takes what the device has free"
     ),
     "data_parallel_size": _ONE_DEVICE,
+    "prefill_context_parallel_size": Alias("context_parallel_size"),
+    "decode_context_parallel_size": Alias(
+        inert=(1, None), nearest=("context_parallel_size",), why="contexts are divided among processes of their own, not among tensor ranks"
+    ),
     "distributed_executor_backend": Alias(
         inert=(None, "uni", "mp"), nearest=("tensor_parallel_size",), why="an engine starts its processes"
     ),

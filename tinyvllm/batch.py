@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tinygrad import Tensor, UOp
 
@@ -55,6 +56,8 @@ class LayerCache:
     With `latent` above 0 they are [P, 1, 1, S, D] floats: the one key of a token, whose first `latent` features are also its value.
 
     Layers of the same `group` have their keys and values in the same blocks (`Batch.of`).
+
+    Where ranks divide contexts, `ranks` is their `RankGroup`: a block of the batch's tables and slots is S tokens of each rank, in order.
     """
 
     keys: Tensor
@@ -62,6 +65,7 @@ class LayerCache:
     packed: KVLayout | None = None
     latent: int = 0
     group: int = 0
+    ranks: Any = None
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from (self.keys, self.values)
@@ -96,6 +100,7 @@ class StateCache:
 
     states: Tensor
     group: int = 0
+    ranks: Any = None  # no ranks divide it
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,8 @@ _KV_CACHE_NEAREST = {
 }
 LOAD_FORMATS = ("auto", "dummy")
 MAX_SCHEDULER_STEPS = 64
-TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
+PARALLEL_SIZES = (1, 2, 4, 8)  # of processes that share layers or contexts
+PARTITION = 256  # keys that attention sums by themselves (decision 13)
 CPU_STEP_MS = 250  # a gap between two tokens that a reader hardly notices
 QUANTIZATIONS = tuple(name.lower() for name in mixes.NAMES)
 # vLLM's names for the kind that a quantized checkpoint already has: they change nothing, and the checkpoint must be of that kind.
@@ -68,7 +69,7 @@ class EngineConfig:
     num_scheduler_steps     decode steps that run back to back on the device before the host reads their tokens
     speculative_config      how drafts are guessed (docs/speculation.md); None: there are none. `resolve` also takes vLLM's dict, JSON text,
                             a method's name, "auto" (the default) and "off"
-    block_size              tokens of one block of the KV cache
+    block_size              tokens of one block of the KV cache; with context_parallel_size PARTITION of each process, and `resolve` sets it
     kv_cache_dtype          how keys and values are kept: "auto" in the dtype of the weights, else packed; "fp8" is "fp8_e4m3"
     num_blocks, kv_memory   size of the KV cache, in blocks or in bytes; with neither, what the device has free
     quantization            packs the matrices at load, to one of QUANTIZATIONS; None keeps them as in the checkpoint, and so does one of
@@ -86,6 +87,7 @@ class EngineConfig:
     async_scheduling        launch the next decode step before the last one's tokens are read; None does where launches are asynchronous
     tensor_parallel_size    processes that share each layer, each with a part of every matrix: 1, 2, 4 or 8, on the CPU
     pipeline_parallel_size  runs of layers that the model is divided into, each in processes of its own, on the CPU
+    context_parallel_size   processes that divide each sequence's keys and values, and attention to them: 1, 2, 4 or 8, on the CPU
     enable_lora             serve low-rank adapters (docs/lora.md): up to max_loras at the same time, of ranks up to max_lora_rank
     lora_modules            names and folders of the adapters that are loaded at the start, which imply enable_lora. `resolve` also takes a
                             dict, and texts such as "NAME=FOLDER"
@@ -128,6 +130,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    context_parallel_size: int = 1
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
@@ -142,7 +145,7 @@ class EngineConfig:
     @property
     def num_ranks(self) -> int:
         """The processes that share the model."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
     @property
     def step_seconds(self) -> float | None:
@@ -171,12 +174,11 @@ class EngineConfig:
             raise ArgumentError(f"speculative_config must be a SpeculativeConfig or None, got {self.speculative_config!r:.60}")
         if not (self.kv_events_config is None or isinstance(self.kv_events_config, KVEventsConfig)):
             raise ArgumentError(f"kv_events_config must be a KVEventsConfig or None, got {self.kv_events_config!r:.60}")
-        if self.block_size & (self.block_size - 1):
-            raise ArgumentError(f"block_size must be a power of two from 8 to 256, got {self.block_size}")
         self._check_combinations()
 
     def _check_combinations(self) -> None:
         self._check_ranks()
+        self._check_block_size()
         self._check_adapters()
         if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
             raise ArgumentError(f"prefix_cache_dir={self.prefix_cache_dir!r} contradicts enable_prefix_caching=False: give one of them")
@@ -209,14 +211,28 @@ class EngineConfig:
         if self.enable_lora and self.load_format == "dummy":
             raise ArgumentError("enable_lora has no use with load_format=dummy: no adapter belongs to random weights")
 
+    def _check_block_size(self) -> None:
+        ranks = self.context_parallel_size
+        if ranks > 1 and self.block_size != ranks * PARTITION:
+            raise ArgumentError(
+                f"block_size={self.block_size} does not work with context_parallel_size={ranks}, whose blocks have {PARTITION} tokens "
+                f"of each process: leave it out, or give {ranks * PARTITION}"
+            )
+        if ranks == 1 and (self.block_size & (self.block_size - 1) or not 8 <= self.block_size <= PARTITION):
+            raise ArgumentError(f"block_size must be a power of two from 8 to {PARTITION}, got {self.block_size}")
+
     def _check_ranks(self) -> None:
         """ArgumentError for what several ranks cannot do yet."""
-        size = self.tensor_parallel_size
-        if type(size) is not int or size not in TENSOR_PARALLEL_SIZES:
-            raise ArgumentError(f"tensor_parallel_size must be one of {', '.join(map(str, TENSOR_PARALLEL_SIZES))}, got {size!r}")
+        for name in ("tensor_parallel_size", "context_parallel_size"):
+            size = getattr(self, name)
+            if type(size) is not int or size not in PARALLEL_SIZES:
+                raise ArgumentError(f"{name} must be one of {', '.join(map(str, PARALLEL_SIZES))}, got {size!r}")
         if self.num_ranks == 1:
             return
-        given = f"tensor_parallel_size={size}" if size > 1 else f"pipeline_parallel_size={self.pipeline_parallel_size}"
+        sizes = {name: getattr(self, name) for name in ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")}
+        given, *others = (f"{name}={size}" for name, size in sizes.items() if size > 1)
+        if self.context_parallel_size > 1 and others:
+            raise ArgumentError(f"{given} does not work with {others[0]} yet: leave one of them out")
         if self.device not in ("auto", "CPU"):
             raise ArgumentError(f"{given} runs on the CPU only, got device={self.device}: leave one of them out")
         for name in ("swap_space", "speculative_config", "prefix_cache_dir", "async_scheduling", "imatrix", "enable_lora"):
@@ -261,7 +277,7 @@ _INTEGERS: tuple[tuple[str, int, int | None], ...] = (
     ("num_scheduler_steps", 1, MAX_SCHEDULER_STEPS),
     ("max_loras", 1, 64),
     ("max_lora_rank", 1, 64),
-    ("block_size", 8, 256),
+    ("block_size", 1, None),
     ("num_blocks", 1, None),
     ("kv_memory", 1, None),
     ("swap_space", 0, None),
@@ -297,7 +313,7 @@ def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str
             raise ArgumentError(f"{name}={values[name]} is a number of bytes (vLLM's swap_space is in GiB): write '{values[name]:g}GiB'")
     if "speculative_config" in values:
         values["speculative_config"] = speculative.parse(values["speculative_config"])
-    elif any(values.get(f"{name}_parallel_size", 1) != 1 for name in ("tensor", "pipeline")):
+    elif any(values.get(f"{name}_parallel_size", 1) != 1 for name in ("tensor", "pipeline", "context")):
         values["speculative_config"] = None  # does not work with it yet
     if "lora_modules" in values:
         modules = values["lora_modules"] = parse_lora_modules(values["lora_modules"])
@@ -308,6 +324,7 @@ def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str
     if "kv_events_config" in values:
         values["kv_events_config"] = kv_events.parse(values["kv_events_config"])
     values |= {name: _KV_CACHE_ALIASES.get(str(values[name]), values[name]) for name in ("kv_cache_dtype",) if name in values}
+    values.setdefault("block_size", default_block_size(values.get("context_parallel_size", 1)))
     device = values.get("device", switches.get("TINYVLLM_DEVICE", "auto"))
     values["device"] = parse_device("device", device)
     if isinstance(values.get("max_num_seqs"), int):
@@ -316,6 +333,11 @@ def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str
     if config.tokenizer is not None:
         _check_tokenizer(config.tokenizer)
     return config
+
+
+def default_block_size(context_parallel_size: Any) -> int:
+    """The tokens of a block where none are given: of several ranks a partition of each."""
+    return context_parallel_size * PARTITION if context_parallel_size in PARALLEL_SIZES[1:] else EngineConfig.block_size
 
 
 def parse_lora_modules(given: object) -> tuple[tuple[str, str], ...]:

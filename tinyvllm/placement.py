@@ -50,7 +50,7 @@ class Placement:
 class RankGroup:
     """The ranks of one engine, and the shared memory in which they meet (kernels/cpu/include/meeting.h), as a tensor of bytes.
 
-    `place` is how many float32 of sums a rank has room for, `logits` how many logits there is room for.
+    `place` is how many float32 of sums, or of results of attention, a rank has room for, `logits` how many logits there is room for.
     """
 
     rank: int

@@ -14,23 +14,8 @@
 //
 // Units: (sequence, SPAN query positions, KV head), the latest and so the longest first. A thread reads the keys that any of its rows sees,
 // tile by tile, converts them once, and serves SPAN * G rows. float32 throughout; the order of the arithmetic is attention.h's.
-#include "attention.h"
+#include "attention_area.h"
 
-#define SPAN (G >= 128 ? 1 : 128 / G)
-#define MAX_ROWS (SPAN * G)
-#define MAX_THREADS 64
-#define THREAD_FLOATS (128 * D + MAX_ROWS * (3 * D + 32))
-
-struct area {                         // a thread's part of the scratch
-  float *keys, *values;               // [D, TILE] and [TILE, D]
-  query *q;                           // [MAX_ROWS, D]
-  float *sums, *out;                  // [MAX_ROWS, D]
-  struct query_scale *q_scale;        // [MAX_ROWS]
-  float *weight;                      // [MAX_ROWS, 16]
-  float *top, *out_top, *out_weight;  // [MAX_ROWS]; out, out_top and out_weight hold the merged partitions before the present one
-};
-
-static inline void area_of(struct area *area, float *scratch, int thread);
 static inline void prefill_unit(const struct area *area, float *out, const float *q, const cached *cache, const int32_t *table,
                                 const float *head_sinks, int head, int position, int count);
 
@@ -56,17 +41,9 @@ static void attention_prefill(float *out, float *scratch, const float *q, const 
   }
 }
 
-static inline void area_of(struct area *area, float *scratch, int thread) {
-  float *a = scratch + (long)thread * THREAD_FLOATS, *rows = a + 128 * D, *ends = rows + MAX_ROWS * 3 * D;
-  area->keys = a, area->values = a + 64 * D;
-  area->q = (query *)rows, area->q_scale = (struct query_scale *)(ends + MAX_ROWS * 19), area->sums = rows + MAX_ROWS * D,
-  area->out = rows + MAX_ROWS * 2 * D;
-  area->weight = ends, area->top = ends + MAX_ROWS * 16, area->out_top = ends + MAX_ROWS * 17, area->out_weight = ends + MAX_ROWS * 18;
-}
-
 static inline void begin_rows(const struct area *area, const struct rows *rows, const float *q, int count) {
+  prepare_queries(area, q, count);
   for (int r = 0; r < count; r++) {
-    prepare_query(area->q + r * D, area->q_scale + r, q + r / G * (long)(H * D) + r % G * D);
     area->out_top[r] = NO_SCORE;
     begin_partition(rows, r);
   }

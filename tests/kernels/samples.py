@@ -124,6 +124,15 @@ def gather_logits(target: str, N: int = 3, V: int = 75, columns: int = 48) -> Ca
     return kernel("gather_logits", target, 2, arrays, V=V, COLUMNS=columns, FIRST=0, WORLD=2, RANK=0, PLACE=16, LOGITS=N * V)
 
 
+def own_rows(target: str, T: int = 7, N: int = 48) -> Call:
+    return kernel("own_rows", target, 2, [blank(4, N), blank(1, dtype="int32"), floats(T, N), int32(T)], N=N, WORLD=2, RANK=1)
+
+
+def gather_rows(target: str, T: int = 7, N: int = 48) -> Call:
+    arrays = [blank(T, N), shared_by_two(4 * N, 0), floats(4, N), int32(T)]
+    return kernel("gather_rows", target, 2, arrays, N=N, WORLD=2, RANK=0, PLACE=4 * N)
+
+
 def changed(sample: Callable[[str], Call], changes: dict[str, int | float | str], target: str) -> Call:
     """A sample with more or other constants."""
     made, arrays = sample(target)
@@ -260,6 +269,20 @@ def attention(stem: str, cache: str, target: str, H: int = 4, K: int = 2, D: int
     return kernel(stem, target, 2, [blank(T, H, latent or D), scratch, *ins], **sizes, SCALE=f"{D**-0.5}f", WINDOW=0)
 
 
+def attention_ranks(cache: str, target: str, H: int = 4, K: int = 2, D: int = 48, S: int = 256) -> Call:
+    """The first of two ranks: two decodes and a chunk, whose 83 results for the rank's partitions take turns in a place for 60."""
+    P, M, entries = 5, 3, 60
+    numbers = random.standard_normal((P, 2, K, S, D)).astype(np.float32)
+    pool = pack_blocks(cache, numbers) if cache in KV_FORMATS else (numbers.view(np.uint32) >> 16).astype(np.uint16)
+    tables = np.full((3, M), 2**30, np.int32)
+    tables[0, 0], tables[1, :2], tables[2, :2] = 1, (0, 2), (3, 4)
+    place = entries * H * (D + 2)
+    outs = [blank(42, H, D), shared_by_two(place, 0), blank(64 * (128 * D + 128 * (3 * D + 32)))]
+    ins = [floats(42, H, D), filled(pool), filled(tables), int32(15, 600, 640), int32(0, 1, 2, 42), int32(2), int32(2, 1)]
+    sizes = {"H": H, "K": K, "D": D, "S": S, "M": M, "CACHE_TYPE": cache, "WORLD": 2, "RANK": 0, "PLACE": place}
+    return kernel("attention_ranks", target, 3, outs + ins, **sizes, SCALE=f"{D**-0.5}f", WINDOW=0)
+
+
 def cascade(cache: str, target: str, H: int = 4, K: int = 2, D: int = 48, S: int = 16) -> Call:
     """Three decodes whose first 272 tokens are in the same blocks, and a fourth that has nothing in common with them."""
     context, shared, M = [300, 320, 290, 33], 17, 20
@@ -309,13 +332,14 @@ POLICIES: dict[str, dict[str, int | float | str]] = {  # what some families diff
     "norm_head BF16": {"DIVISOR": "8.0f", "CAP": "30.0f"},
     "attention_decode BF16": {"CAP": "50.0f"},
     "attention_prefill F16": {"CAP": "50.0f"},
+    "kv_append BF16": {"WORLD": 2, "RANK": 1},
 }
 
 
 def _samples() -> dict[str, Callable[[str], Call]]:
     samples: dict[str, Callable[[str], Call]] = {"kv_copy": kv_copy, "advance": advance, "read": read, "sample": sample}
     samples["norm_route"] = norm_route
-    samples |= {"all_reduce": all_reduce, "gather_logits": gather_logits}
+    samples |= {"all_reduce": all_reduce, "gather_logits": gather_logits, "own_rows": own_rows, "gather_rows": gather_rows}
     samples["sample greedy"] = functools.partial(sample, SAMPLED=0)
     for weight in BYTES:
         for make in (matmul, embed):
@@ -349,6 +373,8 @@ def _samples() -> dict[str, Callable[[str], Call]]:
     samples["kv_append KV_INT4"] = functools.partial(kv_append, "KV_INT4")
     for cache in ("F32", "BF16"):
         samples[f"attention_decode {cache} shared"] = functools.partial(cascade, cache)
+    for cache in ("BF16", "KV_INT8"):
+        samples[f"attention_ranks {cache}"] = functools.partial(attention_ranks, cache)
     for name, changes in POLICIES.items():
         samples[f"{name} with a policy"] = functools.partial(changed, samples[name], changes)
     return samples

@@ -102,6 +102,13 @@ class Backend(Protocol):
         """`out` [T, H * D], or a new tensor, with the rows of the chunks written."""
         ...
 
+    def attention_ranks(
+        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """[T, H * D] of all rows, over a cache whose `ranks` divide contexts."""
+        ...
+
     def matmul(
         self, variant: str, x: Tensor, weight: KernelWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool,
         output_norm: NormWeights | None = None, output_scale: float = 1.0,
@@ -121,6 +128,14 @@ class Backend(Protocol):
 
     def gather_logits(self, variant: str, part: Tensor, share: RowShare, count: Tensor) -> Tensor:
         """[N, V]: the logits of all ranks, each of which has some columns; undefined but in rank 0."""
+        ...
+
+    def own_rows(self, variant: str, x: Tensor, group: RankGroup, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of x [T, N] that a rank computes alone, [ceil(T / ranks), N], and how many of them count, [1] int32."""
+        ...
+
+    def gather_rows(self, variant: str, part: Tensor, T: int, group: RankGroup, rows: Tensor) -> Tensor:
+        """[T, N]: the rows of all ranks in their order."""
         ...
 
     def gate_up_silu(

@@ -23,6 +23,7 @@ from tinyvllm.backends.operands import (
     RoutingPolicy,
 )
 from tinyvllm.batch import Batch, LayerCache, StateCache
+from tinyvllm.integers import ceil_div
 from tinyvllm.placement import Placement, RankGroup
 from tinyvllm.quant.formats import Layout
 from tinyvllm.quant.layouts import RowSource
@@ -95,6 +96,18 @@ class Outline:
 
     def gated_delta(self, variant: str, y: Tensor, weights: DeltaWeights, cache: StateCache, batch: Batch) -> Tensor:
         return empty(y, int(y.shape[0]), weights.shape.values)
+
+    def attention_ranks(
+        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return empty(q, int(q.shape[0]), int(q.shape[1]) * cache.value_dim)
+
+    def own_rows(self, variant: str, x: Tensor, group: RankGroup, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return empty(x, ceil_div(int(x.shape[0]), group.world_size), int(x.shape[1])), integers(x, 1)
+
+    def gather_rows(self, variant: str, part: Tensor, T: int, group: RankGroup, rows: Tensor) -> Tensor:
+        return empty(part, T, int(part.shape[1]))
 
     def all_reduce(
         self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None

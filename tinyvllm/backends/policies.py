@@ -7,6 +7,7 @@ from tinygrad import Tensor
 from tinyvllm.backends.buffers import constant
 from tinyvllm.backends.kernel import Constant
 from tinyvllm.backends.operands import GateClamp, RoutingPolicy
+from tinyvllm.placement import RankGroup
 
 
 def row_scale(scale: float) -> dict[str, Constant]:
@@ -65,6 +66,11 @@ def row_bias(bias: Tensor | None) -> dict[str, Constant]:
 def latent(features: int) -> dict[str, Constant]:
     """Of a cache: the first `features` of a key are also the value, if there are any."""
     return {"LATENT": features} if features else {}
+
+
+def ranks(group: RankGroup | None) -> dict[str, Constant]:
+    """Of a cache: the ranks that divide contexts, if there are any."""
+    return {} if group is None else {"WORLD": group.world_size, "RANK": group.rank}
 
 
 def score_cap(cap: float) -> dict[str, Constant]:

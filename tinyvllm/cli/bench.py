@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cli.options import engine_options
 from tinyvllm.cli.progress import Progress
-from tinyvllm.config import VERSION, EngineConfig
+from tinyvllm.config import VERSION, default_block_size
 from tinyvllm.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     from tinyvllm.engine.tools.bench import bench_options
 
     given = engine_options(options)
-    limits = bench_options(tests, given.get("block_size", EngineConfig.block_size))
+    limits = bench_options(tests, given.get("block_size") or default_block_size(given.get("context_parallel_size", 1)))
     with LLM(**given, **limits, speculative_config="off", skip_tokenizer_init=True) as llm:
         records = [*measured(llm, tests, options)]
     sys.stdout.write(write(records))

@@ -23,7 +23,7 @@ from tinyvllm.request import STRUCTURES, LoRARequest, SamplingParams, Structured
 MAX_TOKENS = {"generate": 256, "chat": 1024}  # defaults; less where the context ends earlier
 
 Option = tuple[str, dict[str, Any]]
-SHORT = {"--tensor-parallel-size": "-tp", "--pipeline-parallel-size": "-pp"}  # vLLM's
+SHORT = {"--tensor-parallel-size": "-tp", "--pipeline-parallel-size": "-pp", "--context-parallel-size": "-cp"}  # vLLM's but for the last
 
 
 class AppendModel(argparse.Action):
@@ -52,6 +52,10 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
         "--pipeline-parallel-size",
         {"type": int, "metavar": "N", "help": "runs of layers that the model is divided into, a process each, on the CPU"},
     ),
+    (
+        "--context-parallel-size",
+        {"type": int, "metavar": "N", "help": "processes that divide the KV cache of each sequence: 1, 2, 4 or 8, on the CPU"},
+    ),
     ("--dtype", {"metavar": "T", "help": f"data type of the computation: {', '.join(DTYPES)}"}),
     ("--max-model-len", {"type": int, "metavar": "N", "help": "maximum prompt plus answer, in tokens"}),
     ("--max-num-seqs", {"type": int, "metavar": "N", "help": "maximum number of sequences that run at the same time"}),
@@ -66,7 +70,14 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     ),
     ("--kv-memory", {"metavar": "SIZE", "help": "size of the KV cache in bytes, such as 2GiB; or give --num-blocks"}),
     ("--num-blocks", {"type": int, "metavar": "N", "help": "size of the KV cache in blocks; or give --kv-memory"}),
-    ("--block-size", {"type": int, "metavar": "N", "help": "tokens of a KV block, a power of two from 8 to 256"}),
+    (
+        "--block-size",
+        {
+            "type": int,
+            "metavar": "N",
+            "help": "tokens of a KV block, a power of two from 8 to 256; with --context-parallel-size 256 a process",
+        },
+    ),
     (
         "--kv-cache-dtype",
         {"metavar": "T", "help": f"how keys and values are kept: {', '.join(KV_CACHE_DTYPES)}; default: as the weights (auto)"},

@@ -21,7 +21,7 @@ from tinyvllm.config import (
     DEFAULT_MODEL,
     KV_CACHE_DTYPES,
     QUANTIZATIONS,
-    EngineConfig,
+    default_block_size,
     expand_home,
     parse_size,
     resolve,
@@ -158,7 +158,7 @@ class _Measurement:
 @contextlib.contextmanager
 def _loaded(candidate: Candidate, options: argparse.Namespace) -> Iterator[LLM]:
     """The candidate's engine, with a KV cache for one window. ArgumentError if a window is longer than the model's context."""
-    size = candidate.options.get("block_size", EngineConfig.block_size)
+    size = candidate.options.get("block_size") or default_block_size(candidate.options.get("context_parallel_size", 1))
     limits: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": options.context, "num_blocks": options.context // size + 2}
     bar = LoadBar() if sys.stderr.isatty() and not options.quiet else None
     try:

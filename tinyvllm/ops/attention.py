@@ -11,8 +11,10 @@ import functools
 from tinygrad import Tensor, UOp
 
 from tinyvllm.backends.buffers import cache_format
-from tinyvllm.backends.registry import Selection, select
+from tinyvllm.backends.limits import ShapeFacts
+from tinyvllm.backends.registry import Selection, choice_of, select
 from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.errors import KernelError
 from tinyvllm.ops.facts import attention_facts
 from tinyvllm.ops.kv_pack import unpacked
 from tinyvllm.placement import Placement
@@ -114,6 +116,8 @@ class PagedAttention:
         A row at position p sees keys 0..p of its own sequence, with `window` > 0 only the last `window` of them. H is a multiple of K
         (grouped queries). sinks [H] float32.
         """
+        if cache.ranks is not None:
+            return self._of_ranks(q, cache, scale, window, cap, sinks)
         decode, prefill = (self._kernel(stem, cache, q, cap, sinks) for stem in ("attention_decode", "attention_prefill"))
         Bd, Bp, T = self._batch.num_decodes, self._batch.num_chunks, int(q.shape[0])
         singles = chunks = None
@@ -140,11 +144,25 @@ class PagedAttention:
             chunks = out.reshape(-1, int(q.shape[1]) * cache.value_dim)[back].contiguous()
         return chunks if singles is None else singles[:Bd].cat(chunks).contiguous()
 
+    def _of_ranks(self, q: Tensor, cache: LayerCache, scale: float, window: int, cap: float, sinks: Tensor | None) -> Tensor:
+        """Attention to keys of which this rank has a part, by the kernels that chunks of prompts have in one process."""
+        shape, facts = self._need(cache, q, cap, sinks)
+        kernel = select("attention_prefill", facts.placement, shape, facts)
+        if kernel is None:
+            why = choice_of("attention_prefill", shape, facts).why
+            raise KernelError(f"context parallelism: only kernels attend to a divided context, and none does here ({why}); use one process")
+        return kernel.backend.attention_ranks(kernel.variant, q, cache, scale, window, self._batch, cap, sinks)
+
     def _kernel(self, stem: str, cache: LayerCache, q: Tensor, cap: float, sinks: Tensor | None) -> Selection | None:
         """The kernel of one of the two stems; None for the reference, or if the step has no sequences for it."""
         if (self._batch.num_decodes if stem == "attention_decode" else self._batch.num_chunks) == 0:
             return None
+        shape, facts = self._need(cache, q, cap, sinks)
+        return select(stem, facts.placement, shape, facts)
+
+    def _need(self, cache: LayerCache, q: Tensor, cap: float, sinks: Tensor | None) -> tuple[str, ShapeFacts]:
+        """The shape in words, and what kernels are selected by."""
         (H, D), K, placement = (int(d) for d in q.shape[1:]), cache.K, Placement.of(q.device)
         policies = f"{' capped' * (cap != 0.0)}{' sinks' * (sinks is not None)}{' latents' * (cache.latent > 0)}"
         facts = attention_facts(placement, cache, H, int(self._batch.block_tables.shape[1]), cap != 0.0, sinks is not None)
-        return select(stem, placement, f"H={H}, K={K}, D={D} {cache_format(cache)}{policies}", facts)
+        return f"H={H}, K={K}, D={D} {cache_format(cache)}{policies}", facts

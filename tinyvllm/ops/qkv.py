@@ -12,6 +12,7 @@ from tinyvllm.backends.operands import QKV, TensorWeight
 from tinyvllm.backends.registry import select
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import store_kv, store_latents, store_packed_kv
+from tinyvllm.errors import KernelError
 from tinyvllm.ops.facts import product_facts
 from tinyvllm.ops.kv_pack import packed_rows, queries_for
 from tinyvllm.ops.linear import has_row_bias, only_row_bias, products
@@ -66,6 +67,7 @@ def append_latents(keys: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
     kernel = select("kv_append", placement, f"K=1, D={cache.D} {facts.cache_format} latents", facts)
     if kernel is not None:
         return kernel.backend.append_kv(kernel.variant, keys, keys, cache, batch)
+    _check_undivided(cache)
     return store_latents(cache, keys, batch.slots)
 
 
@@ -76,7 +78,14 @@ def append_kv(k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCac
     kernel = select("kv_append", placement, f"K={K}, D={D} {facts.cache_format}", facts)
     if kernel is not None:
         return kernel.backend.append_kv(kernel.variant, k, v, cache, batch)
+    _check_undivided(cache)
     if cache.packed is None:
         return store_kv(cache, k, v, batch.slots)
     format = cache.packed.format
     return store_packed_kv(cache, packed_rows(format, k, keys=True), packed_rows(format, v, keys=False), batch.slots)
+
+
+def _check_undivided(cache: LayerCache) -> None:
+    """KernelError where ranks divide contexts: the reference has no parts."""
+    if cache.ranks is not None:
+        raise KernelError("context parallelism: no kernel stores a rank's part of keys and values; leave TINYVLLM_KERNELS out")

@@ -18,7 +18,7 @@ from tinyvllm.bridge import Captured, alias, byte_spans, copied, download, synch
 from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.copy import copy_blocks
-from tinyvllm.placement import Placement
+from tinyvllm.placement import Placement, RankGroup
 from tinyvllm.weights.mapping import allocate
 from tinyvllm.weights.memory import adopt
 
@@ -27,16 +27,20 @@ Layers = Sequence[Sequence[int]]  # of each group
 
 @dataclass(frozen=True)
 class BlockShape:
-    """One layer's block: packed, or numbers of a dtype."""
+    """One layer's block: packed, or numbers of a dtype. Of a block that `ranks` divide it is this one's part."""
 
     shape: tuple[int, ...]
     dtype: DType
     packed: KVLayout | None = None
     latent: int = 0
+    ranks: RankGroup | None = None
 
     @classmethod
-    def of(cls, config: ModelConfig, block_size: int, kv_cache_dtype: str, weights: DType) -> BlockShape:
+    def of(cls, config: ModelConfig, block_size: int, kv_cache_dtype: str, weights: DType, ranks: RankGroup | None = None) -> BlockShape:
         """`auto` has the weights' dtype. ArgumentError for a model whose heads cannot be packed."""
+        if ranks is not None:
+            part = cls.of(config, block_size // ranks.world_size, kv_cache_dtype, weights)
+            return replace(part, ranks=ranks)
         K, D = config.n_kv_heads, config.head_dim
         if kv_cache_dtype == "auto":
             dtype = weights if weights in (dtypes.float16, dtypes.bfloat16) else dtypes.float32
@@ -80,7 +84,7 @@ class KVPool:
         self._memory: list[np.ndarray] = []  # [P, bytes] a layer, if it is in host memory
         self._copying: dict[int, tuple[Tensor, Tensor, Captured]] = {}  # pairs, their count and the copy, by the maximum of pairs
         pools = [self._zeros((num_blocks + 1, *block.shape), block.dtype, device) for _ in range(min(count, distinct or count))]
-        self._caches = [LayerCache(pool, alias(pool), block.packed, block.latent) for pool in pools]
+        self._caches = [LayerCache(pool, alias(pool), block.packed, block.latent, ranks=block.ranks) for pool in pools]
         self.layers = self._by_layer(layers, groups, lambda cache: [alias(cache.keys), alias(cache.keys)])
 
     def _zeros(self, shape: tuple[int, ...], dtype: DType, device: str) -> Tensor:
@@ -180,5 +184,5 @@ class KVOutline(KVPool):
             return [Tensor.empty(num_blocks + 1, *block.shape, dtype=block.dtype, device=device) for _ in range(2)]
 
         pools = [pair() for _ in range(max(map(len, groups)))]
-        self._caches = [LayerCache(keys, values, block.packed, block.latent) for keys, values in pools]
+        self._caches = [LayerCache(keys, values, block.packed, block.latent, ranks=block.ranks) for keys, values in pools]
         self.layers = self._by_layer(layers, groups, lambda cache: pair())

@@ -44,7 +44,8 @@ class OpenedModel:
     split: Split | None = None
     stage: PipelineStage | None = None
     memory: SharedMemory | None = None  # of rank 0, which starts the others
-    whole: WeightOutline | None = None  # the weights of all ranks, where there are several
+    whole: WeightOutline | None = None  # the weights of the model, where several ranks divide them
+    copies: int = 0  # bytes of the weights that other ranks hold once more, if they do not find them in the cache folder
 
     @property
     def leads(self) -> bool:
@@ -59,12 +60,13 @@ class OpenedModel:
     @property
     def block_bytes(self) -> int:
         """Bytes of a cache block in all layers, and in all ranks."""
-        return self.config.kv_layers * self.block.nbytes * (self.split.group.world_size if self.split else 1)
+        group = self.split.group if self.split else self.block.ranks
+        return self.config.kv_layers * self.block.nbytes * (group.world_size if group else 1)
 
     @property
     def weight_bytes(self) -> int:
         """How much the weights take, in all ranks together."""
-        return (self.whole or self.outline()).bytes
+        return (self.whole or self.outline()).bytes + self.copies
 
     @property
     def keeps_steps(self) -> bool:
@@ -118,6 +120,8 @@ def _part_of_rank(config: EngineConfig, opened: OpenedModel, start: RankStart | 
     if c.delta is not None:
         raise ModelError(f"{config.num_ranks} ranks: models with recurrent states (gated DeltaNet) are not divided yet; use one process")
     memory, rank, ends = (start.memory, start.rank, start.stage_ends) if start else (SharedMemory(shared_layout(config, c)), 0, [])
+    if config.context_parallel_size > 1:
+        return _part_of_context(config, opened, memory, rank)
     if config.tensor_parallel_size > 1:
         split = Split(c, rank_group(memory, rank))
     if start is None:
@@ -128,6 +132,17 @@ def _part_of_rank(config: EngineConfig, opened: OpenedModel, start: RankStart | 
         model.blk = [model.blk[layer] for layer in stage.layers]
     block = BlockShape.of(split.local if split else c, config.block_size, config.kv_cache_dtype, opened.dtype)
     return replace(opened, block=block, split=split, stage=stage, memory=None if start else memory, whole=whole)
+
+
+def _part_of_context(config: EngineConfig, opened: OpenedModel, memory: SharedMemory, rank: int) -> OpenedModel:
+    """All layers and a part of each block. Ranks but the first have no head: logits are of rank 0."""
+    c, layers = opened.config, opened.config.num_blocks
+    block = BlockShape.of(c, config.block_size, config.kv_cache_dtype, opened.dtype, rank_group(memory, rank))
+    without_head = replace(opened, block=block, stage=PipelineStage(0, [layers, layers], c.tied))
+    if rank:
+        return without_head
+    copies = (config.context_parallel_size - 1) * without_head.outline().own_bytes
+    return replace(opened, block=block, memory=memory, whole=opened.outline(), copies=copies)
 
 
 def _stage_ends(config: EngineConfig, opened: OpenedModel, whole: WeightOutline) -> list[int]:

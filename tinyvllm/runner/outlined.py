@@ -47,6 +47,11 @@ class WeightOutline(WeightLoader):
         super().__init__(checkpoint, plan, split=split, stage=stage)
         self.held: list[Held] = []
 
+    @property
+    def own_bytes(self) -> int:
+        """Without the embedding table, which all processes map."""
+        return sum(held.nbytes for held in self.held if held.streamed)
+
     def _check_imatrix(self, recipes: list[WeightRecipe]) -> None:
         super()._check_imatrix(recipes)
         self._notes.unweighted = []  # loading logs it

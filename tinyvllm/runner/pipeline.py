@@ -39,6 +39,11 @@ class PipelineStage:
     def is_last(self) -> bool:
         return self.number == len(self.ends) - 1
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether it has all layers but not the head, as ranks that divide contexts do: what rank 0 keeps packed is its own, too."""
+        return not self.is_last and len(self.layers) == self.ends[-1]
+
     def holds(self, name: str) -> bool:
         """Whether the stage has the model's tensor of this name."""
         part, layer, *_ = name.split(".")

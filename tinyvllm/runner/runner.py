@@ -99,12 +99,12 @@ class Runner:
             log.warning(note)
         if self.checkpoint.left_out:
             log.warning(self.checkpoint.left_out)
-        all_ranks = opened.whole or loader
-        self.weight_bytes, self.bytes_per_token = all_ranks.bytes, all_ranks.streamed
+        whole = opened.whole or loader
+        self.weight_bytes, self.bytes_per_token = whole.bytes + opened.copies, whole.streamed
         self.kv_token_bytes, self.block_bytes = opened.block_bytes // config.block_size, block_bytes(config, opened)
         self.weight_formats, self.weight_layout, self.weight_identity = loader.formats, plan.layout, plan.identity
         # the other ranks of this machine load their weights after this one
-        free = None if opened.whole is None else free_memory(device) - (opened.whole.bytes - loader.bytes)
+        free = None if opened.whole is None else free_memory(device) - (self.weight_bytes - loader.bytes)
         size, layers = pool_size(config, opened, drafter, free), len(self.model.blk) - len(self.config.delta_layers)
         self.max_model_len, self.groups = size.max_model_len, groups_of(config, self.config)
         groups = self.groups.layers if self.groups.blocks.count > 1 else None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tinyvllm.config import EngineConfig
 from tinyvllm.errors import ArgumentError
+from tinyvllm.integers import round_up
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.runner.adapters import adapter_bytes
 from tinyvllm.runner.groups import LayerGroups, layer_groups
@@ -55,7 +56,8 @@ def pool_size(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory 
         free = (free_memory(device) if free is None else free) - held
     longest, blocks = wanted_context(config, opened.config), config.num_blocks
     if blocks is None:
-        blocks = pool_blocks(device, one, size, config.max_num_seqs * longest * rows, config.kv_memory, drafter, free)
+        wanted = config.max_num_seqs * round_up(longest, size) * rows
+        blocks = pool_blocks(device, one, size, wanted, config.kv_memory, drafter, free)
     if opened.leads:  # the others have what it has divided
         check_room(device, blocks * one, drafter.total(blocks), free)
     return PoolSize(blocks, longest if config.max_model_len is not None else _longest(blocks, longest, config, opened))

@@ -17,6 +17,7 @@ from tinyvllm.runner.prepare import power_bucket
 from tinyvllm.weights.memory import place_bytes
 
 PANEL = 16
+ATTENTION_PLACE = 1 << 20  # 4 MiB: more would leave the caches between two ranks
 
 
 def rank_group(memory: SharedMemory, rank: int) -> RankGroup:
@@ -27,11 +28,23 @@ def rank_group(memory: SharedMemory, rank: int) -> RankGroup:
 
 def shared_layout(config: EngineConfig, model: ModelConfig) -> Layout:
     """Room for the largest step; pages take memory once they are written."""
-    world, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    tensor, context, stages = config.tensor_parallel_size, config.context_parallel_size, config.pipeline_parallel_size
     rows = max_rows(config)
     width = -(-(config.max_model_len or model.max_context) // config.block_size)
-    place, logits = (rows * model.dim, rows * model.vocab_size) if world > 1 else (0, 0)
-    return Layout(world, stages, place, logits, rows * model.dim if stages > 1 else 0, rows * (width + 8) + 1024)
+    place, logits = (rows * model.dim, rows * model.vocab_size) if tensor > 1 else (0, 0)
+    if context > 1:
+        place = max(_attention_place(model, width, rows), -(-rows // context) * model.dim)
+    return Layout(tensor * context, stages, place, logits, rows * model.dim if stages > 1 else 0, rows * (width + 8) + 1024)
+
+
+def _attention_place(model: ModelConfig, width: int, rows: int) -> int:
+    """float32 of the results of a rank's partitions for as many of `rows` rows as fit ATTENTION_PLACE, but at least for one.
+
+    A table is `width` blocks, in each of which a rank has one partition (kernels/cpu/attention_ranks.c).
+    """
+    value_dim = model.latent.rank if model.latent else model.head_dim
+    one = width * model.n_heads * (value_dim + 2)
+    return -(-one * max(1, min(rows, ATTENTION_PLACE // one)) // PANEL) * PANEL
 
 
 def max_rows(config: EngineConfig) -> int:

@@ -81,7 +81,7 @@ class Comparison:
 
     def __init__(self, runner: Runner, num_blocks: int):
         if runner.ranks is not None:
-            raise ArgumentError("verify: the reference does not divide a model; leave tensor_parallel_size and pipeline_parallel_size out")
+            raise ArgumentError("verify: the reference does not divide a model; leave tensor_, pipeline_ and context_parallel_size out")
         self._runner, self._num_blocks = runner, num_blocks
         forget_choices()
         self._passes = {"kernels": _Pass(runner, num_blocks, None), "reference": _Pass(runner, num_blocks, "all=ref")}

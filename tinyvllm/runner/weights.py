@@ -158,7 +158,7 @@ class WeightLoader:
                 "and only kernels divide a product; leave TINYVLLM_KERNELS out, or use one process"
             )
         groups = [group for group in groups if group not in unpacked]
-        if self._kept is not None and self._checkpoint is not None:
+        if self._kept is not None and self._checkpoint is not None and not (self._stage and self._stage.is_copy):
             sources = {source for group in groups for recipe in group.recipes for source in recipe.sources}
             self._kept.begin(sum(self._checkpoint.tensors[s].nbytes for s in sources if s in self._checkpoint.tensors))
         packed: dict[_Group, Weight] = {}
@@ -451,7 +451,7 @@ class WeightLoader:
 def _identity(plan: WeightPlan, split: Split | None, stage: PipelineStage | None) -> str:
     """What the packed matrices of this process depend on."""
     identity = plan.identity if split is None else f"{plan.identity} rank {split.group.rank} of {split.group.world_size}"
-    return identity if stage is None else f"{identity} layers {stage.layers.start} to {stage.layers.stop}"
+    return identity if stage is None or stage.is_copy else f"{identity} layers {stage.layers.start} to {stage.layers.stop}"
 
 
 def place(model: Any, tensors: dict[str, Tensor], first_layer: int = 0) -> None:

@@ -39,7 +39,7 @@
 #define INTEGER_CACHE (CACHE_TYPE == KV_INT8 || CACHE_TYPE == KV_INT4)
 #define TILE (D <= 64 || INTEGER_CACHE ? 64 : 32)
 #define PARTITION 256
-#define PARTITIONS ((M * S + PARTITION - 1) / PARTITION)
+#define PARTITIONS ((M * TABLE_TOKENS + PARTITION - 1) / PARTITION)
 #define NO_SCORE (-__builtin_inff())
 
 // A register block of rows x columns of sixteen, as large as the registers can hold without spills.
@@ -130,7 +130,7 @@ static inline void prefetch_nothing(struct prefetch *prefetch) { prefetch->next 
 static inline void prefetch_keys(struct prefetch *prefetch, const cached *cache, const int32_t *table, int head, int first, int end) {
   prefetch_nothing(prefetch);
   for (int at = (end - 1) & -RUN; at >= (first & -RUN); at -= RUN) {
-    const int block = table[at / S];
+    const int block = table[at / TABLE_TOKENS];
     if (!LATENT) prefetch->run[prefetch->runs++] = (const char *)side_of(cache, block, 1, head, at % S);
     // words of more than RUN slots are too far apart: the processor sees their distance by itself
     if (!PACKED_CACHE || RUN == S) prefetch->run[prefetch->runs++] = (const char *)side_of(cache, block, 0, head, at % S);

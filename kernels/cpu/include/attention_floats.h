@@ -54,10 +54,11 @@ INLINE void load_keys(struct prefetch *prefetch, float *kt, const cached *cache,
                       int end) {
   for (int at = first & ~15; at < end; at += 16) {
     const int low = max(at, first & -S), high = S == 8 ? max(min(at + 8, (end - 1) & -S), first & -S) : at + 8;  // a block of 8 may be none
-    const cached *a = side_of(cache, table[low / S], 0, head, low % S), *b = side_of(cache, table[high / S], 0, head, high % S);
+    const cached *a = side_of(cache, table[low / TABLE_TOKENS], 0, head, low % S),
+                 *b = side_of(cache, table[high / TABLE_TOKENS], 0, head, high % S);
 #if PACKED_CACHE
-    const uint16_t *of_a = scales_of(cache, table[low / S], 0, head) + low % S,
-                   *of_b = scales_of(cache, table[high / S], 0, head) + high % S;
+    const uint16_t *of_a = scales_of(cache, table[low / TABLE_TOKENS], 0, head) + low % S,
+                   *of_b = scales_of(cache, table[high / TABLE_TOKENS], 0, head) + high % S;
     unpack_keys(prefetch, kt + (at - start), a, b, load_scales(of_a, of_b));
 #else
     transpose_keys(prefetch, kt + (at - start), a, b);
@@ -69,8 +70,8 @@ INLINE void load_keys(struct prefetch *prefetch, float *kt, const cached *cache,
 // Values first to end - 1 of a tile as float32 [TILE, D]; those that share four slots with them, too.
 INLINE void copy_values(float *values, const cached *cache, const int32_t *table, int head, int start, int first, int end) {
   for (int at = first & ~3; at < end; at += 4) {
-    const cached *from = side_of(cache, table[at / S], 1, head, at % S);
-    const uint16_t *scales = scales_of(cache, table[at / S], 1, head) + at % S;
+    const cached *from = side_of(cache, table[at / TABLE_TOKENS], 1, head, at % S);
+    const uint16_t *scales = scales_of(cache, table[at / TABLE_TOKENS], 1, head) + at % S;
     v16 scale[4];
     UNROLL for (int i = 0; i < 4; i++) scale[i] = v16_set(kv_scale_value(scales[i]));
     for (int d = 0; d < D; d += 16) {
@@ -82,7 +83,7 @@ INLINE void copy_values(float *values, const cached *cache, const int32_t *table
 #else
 INLINE void copy_values(float *values, const cached *cache, const int32_t *table, int head, int start, int first, int end) {
   for (int at = first; at < end; at++) {
-    const cached *v = side_of(cache, table[at / S], 1, head, at % S);
+    const cached *v = side_of(cache, table[at / TABLE_TOKENS], 1, head, at % S);
     for (int d = 0; d < VALUE_D; d += 16) v16_store(values + (at - start) * VALUE_D + d, load_cached(v + d));
   }
 }
@@ -202,7 +203,8 @@ INLINE void load_tile(struct prefetch *prefetch, int copied, struct tile *tile, 
   tile->keys = keys;
   load_keys(prefetch, keys, cache, table, head, start, first, end);
   if (STORED(copied)) {
-    for (int at = first & -RUN; at < end; at += RUN) tile->values.run[(at - start) / RUN] = side_of(cache, table[at / S], 1, head, at % S);
+    for (int at = first & -RUN; at < end; at += RUN)
+      tile->values.run[(at - start) / RUN] = side_of(cache, table[at / TABLE_TOKENS], 1, head, at % S);
   } else {
     copy_values(values, cache, table, head, start, first, end);
     tile->values.run[0] = values;

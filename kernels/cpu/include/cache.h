@@ -1,7 +1,13 @@
 // How the KV cache stores numbers. CACHE_TYPE F32, F16 or BF16: [P, 2, K, S, D], rounded to nearest, ties to even. KV_FP8, KV_INT8, KV_INT4:
 // packed blocks of BLOCK_BYTES, as KVLayout of tinyvllm/batch.py has them. Constants: K, S, D, CACHE_TYPE. With LATENT, a number of features,
-// F32, F16 or BF16 [P, S, D]: one key for all heads, whose first LATENT features are the value.
+// F32, F16 or BF16 [P, S, D]: one key for all heads, whose first LATENT features are the value. Where WORLD ranks divide contexts, of which this is
+// RANK, a block of tables and slots is S tokens of each rank, in order; each rank has its own S in its pool.
 #pragma once
+#ifndef WORLD
+#define WORLD 1
+#define RANK 0
+#endif
+#define TABLE_TOKENS (S * WORLD)  // of a block of tables and slots
 #ifndef LATENT
 #define LATENT 0
 #endif
@@ -34,6 +40,13 @@ typedef uint8_t cached;
 #define PACKED_CACHE 0
 #endif
 
+// The place in this rank's pool of a slot; negative where there is none.
+static inline int32_t own_slot(int32_t slot) {
+  if (WORLD == 1 || slot < 0) return slot;
+  const int32_t at = slot % TABLE_TOKENS;
+  return at / S == RANK ? slot / TABLE_TOKENS * S + at % S : -1;
+}
+
 #if !PACKED_CACHE
 #define ROW_BYTES (D * (int)sizeof(cached))
 
@@ -42,8 +55,9 @@ static inline long place_of(int block, int side, int head, int s) {
   return LATENT ? ((long)block * S + s) * D : (((long)block * 2 + side) * K + head) * (S * D) + s * D;
 }
 
-// A key (side 0) or value (side 1) of one slot and head, from float32 [D]. Nothing is stored where the slot is negative.
-static inline void store_row(cached *pool, int32_t slot, int side, int head, const float *x) {
+// A key (side 0) or value (side 1) of one slot and head, from float32 [D]. Nothing is stored where the slot is negative, or another rank's.
+static inline void store_row(cached *pool, int32_t of_all, int side, int head, const float *x) {
+  const int32_t slot = own_slot(of_all);
   if (slot < 0) return;
   cached *to = pool + place_of(slot / S, side, head, slot % S);
   for (int d = 0; d < D; d += 16) store_cached(to + d, v16_load(x + d));
@@ -92,7 +106,8 @@ static inline void quantize_row(uint8_t *quants, const float *x, float inverse) 
 #endif
 }
 
-static inline void store_row(uint8_t *pool, int32_t slot, int side, int head, const float *x) {
+static inline void store_row(uint8_t *pool, int32_t of_all, int side, int head, const float *x) {
+  const int32_t slot = own_slot(of_all);
   if (slot < 0) return;
   const int block = slot / S, s = slot % S;
   float y[D];

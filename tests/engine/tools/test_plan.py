@@ -92,6 +92,18 @@ def test_the_bytes_of_each_rank_are_those_of_the_loaded_one():
     assert abs(sum(one.weights for one in tensor.ranks) - 2 * table - whole.memory.weights) < whole.memory.weights / 100
 
 
+def test_ranks_that_divide_contexts_have_all_weights_and_a_part_of_each_block():
+    plan = planned(DEFAULT_MODEL, num_blocks=4, context_parallel_size=2)
+    first, second = plan.sizes.ranks
+    assert first.layers == second.layers == (0, 6) and first.kv_token == second.kv_token == plan.sizes.memory.kv_token // 2
+    whole = planned(DEFAULT_MODEL, num_blocks=128).sizes
+    assert plan.sizes.start.kv_bytes == whole.start.kv_bytes and 1.5 * whole.memory.weights < plan.sizes.memory.weights
+    with LLM(DEFAULT_MODEL, device="CPU", skip_tokenizer_init=True, num_blocks=4, context_parallel_size=2) as llm:
+        runner = llm.engine.runner
+        assert first.weights == held_bytes(runner.model) and runner.weight_bytes == plan.sizes.memory.weights
+        assert first.kv_token * 512 * 4 == runner.pool.block_bytes * runner.pool.num_blocks
+
+
 def test_kernels_are_those_that_a_loaded_engine_chooses():
     from tinyvllm.backends import registry
     from tinyvllm.engine.tools.one_off import kernel_choices

@@ -128,7 +128,7 @@ class CpuBackend(ExpertKernels, StateKernels):
             panel_bytes(main.format, main.O, E) + 4 * T * (E + H * D),
             E=E, H=H, K=K, D=D, S=S, R=R, MAIN=main.O // D, SECOND=others[0].O // D if others else 0, WEIGHT=main.format,
             CACHE_TYPE=cache_format(cache), NORM=norm.kind, BIAS=int(qkv.bias is not None), QK_NORM=int(qkv.q_norm is not None),
-            EPS=constant(norm.eps), QK_EPS=constant(qkv.qk_eps), **policies.row_bias(qkv.bias),
+            EPS=constant(norm.eps), QK_EPS=constant(qkv.qk_eps), **policies.row_bias(qkv.bias), **policies.ranks(cache.ranks),
         )  # fmt: skip
         outs = [empty(x, T, H, D), cache.keys, cache.values, scratch(x, prepared_bytes(main.format, T, E))]
         q, keys, values, _ = launch(kernel, outs, ins)
@@ -142,7 +142,7 @@ class CpuBackend(ExpertKernels, StateKernels):
         (T, K, D), S = (int(d) for d in k.shape), cache.S
         work = 2 * T * K * D * (4 + cache.keys.dtype.itemsize)
         ins = [k, *([] if cache.latent else [v]), batch.slots, batch.rows]
-        sizes = dict(K=K, S=S, D=D, CACHE_TYPE=cache_format(cache)) | policies.latent(cache.latent)
+        sizes = dict(K=K, S=S, D=D, CACHE_TYPE=cache_format(cache)) | policies.latent(cache.latent) | policies.ranks(cache.ranks)
         kernel = Kernel.cpu("kv_append", variant, 2, len(ins), bytes=work, **sizes)  # type: ignore[arg-type]
         return cache.after(*launch(kernel, [*cache], ins))
 
@@ -163,15 +163,26 @@ class CpuBackend(ExpertKernels, StateKernels):
         self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch,
         cap: float = 0.0, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        T, H, D = (int(d) for d in q.shape)
+        T, H, _ = (int(d) for d in q.shape)
         constants = _attention(q, cache, scale, window, batch, cap) | policies.sinks(sinks is not None)
-        group = H // int(constants["K"])
-        rows = group * max(1, 128 // group)
-        areas = empty(q, MAX_THREADS * (128 * D + rows * (3 * D + 32)))
+        areas = _attention_areas(q, int(constants["K"]))
         # the values' alias: a tensor that two kernels read after a store is copied, the whole pool
         ins = [q, cache.values, batch.block_tables, batch.context_lens, batch.query_starts, batch.chunks, *present(sinks)]
         kernel = Kernel.cpu("attention_prefill", variant, 2, len(ins), **constants)  # type: ignore[arg-type]
         return launch(kernel, [empty(q, T, H * cache.value_dim) if out is None else out, areas], ins)[0]
+
+    def attention_ranks(
+        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        (T, H, _), group = (int(d) for d in q.shape), cache.ranks
+        assert group is not None
+        constants = _attention(q, cache, scale, window, batch, cap) | policies.sinks(sinks is not None)
+        constants |= policies.ranks(group) | dict(PLACE=group.place)
+        ins = [q, cache.keys, batch.block_tables, batch.context_lens, batch.query_starts, batch.decodes, batch.chunks, *present(sinks)]
+        kernel = Kernel.cpu("attention_ranks", variant, 3, len(ins), **constants)  # type: ignore[arg-type]
+        outs = [empty(q, T, H * cache.value_dim), group.memory, _attention_areas(q, int(constants["K"]))]
+        return launch(kernel, outs, ins)[0]
 
     def matmul(
         self, variant: str, x: Tensor, weight: KernelWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool,
@@ -223,6 +234,18 @@ class CpuBackend(ExpertKernels, StateKernels):
             WORLD=group.world_size, RANK=group.rank, PLACE=group.place, LOGITS=group.logits,
         )  # fmt: skip
         return launch(kernel, [empty(part, N, share.all_rows), group.memory], [part, count])[0]
+
+    def own_rows(self, variant: str, x: Tensor, group: RankGroup, rows: Tensor) -> tuple[Tensor, Tensor]:
+        T, N = (int(d) for d in x.shape)
+        own = ceil_div(T, group.world_size)
+        kernel = Kernel.cpu("own_rows", variant, 2, 2, bytes=8 * own * N, N=N, WORLD=group.world_size, RANK=group.rank)
+        out, count = launch(kernel, [empty(x, own, N), integers(x, 1)], [x, rows])
+        return out, count
+
+    def gather_rows(self, variant: str, part: Tensor, T: int, group: RankGroup, rows: Tensor) -> Tensor:
+        N = int(part.shape[1])
+        kernel = Kernel.cpu("gather_rows", variant, 2, 2, bytes=12 * T * N, N=N, WORLD=group.world_size, RANK=group.rank, PLACE=group.place)
+        return launch(kernel, [empty(part, T, N), group.memory], [part, rows])[0]
 
     def gate_up_silu(
         self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, rows: Tensor, bias: Tensor | None, gelu: bool = False
@@ -291,6 +314,14 @@ def _attention(q: Tensor, cache: LayerCache, scale: float, window: int, batch: B
         return shape.defines
     part = next(heads for heads in range(min(HEADS_OF_A_PART, shape.H), 0, -1) if shape.H % heads == 0)
     return replace(shape, K=shape.H // part).defines | policies.latent(cache.latent)
+
+
+def _attention_areas(q: Tensor, K: int) -> Tensor:
+    """Scratch of kernels/cpu/include/attention_area.h."""
+    _, H, D = (int(d) for d in q.shape)
+    group = H // K
+    rows = group * max(1, 128 // group)
+    return empty(q, MAX_THREADS * (128 * D + rows * (3 * D + 32)))
 
 
 def _slices(share: ColumnShare) -> dict[str, Constant]:

@@ -174,6 +174,18 @@ class CudaBackend(WithoutAdapters, WithoutExperts, WithoutStates):
                 return launch(kernel, [empty(x, T, O)], [x, weight.tensor, *present(bias, residual), rows])[0]
         return _multiplied(variant, _prepared(variant, x, weight, rows), weight, rows, product, bias, residual)
 
+    def attention_ranks(
+        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        raise NotImplementedError("kernels: context parallelism is of the CPU")
+
+    def own_rows(self, variant: str, x: Tensor, group: RankGroup, rows: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("kernels: context parallelism is of the CPU")
+
+    def gather_rows(self, variant: str, part: Tensor, T: int, group: RankGroup, rows: Tensor) -> Tensor:
+        raise NotImplementedError("kernels: context parallelism is of the CPU")
+
     def all_reduce(
         self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None
     ) -> Tensor:

@@ -265,6 +265,18 @@ class MetalBackend(WithoutAdapters, WithoutExperts, WithoutStates):
             kernel = _by_matrices(variant, x, product, sizes)
         return launch(kernel, [empty(x, T, O)], [x, *_matrices(weight), *present(bias, residual), rows])[0]
 
+    def attention_ranks(
+        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        raise NotImplementedError("kernels: context parallelism is of the CPU")
+
+    def own_rows(self, variant: str, x: Tensor, group: RankGroup, rows: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("kernels: context parallelism is of the CPU")
+
+    def gather_rows(self, variant: str, part: Tensor, T: int, group: RankGroup, rows: Tensor) -> Tensor:
+        raise NotImplementedError("kernels: context parallelism is of the CPU")
+
     def all_reduce(
         self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None
     ) -> Tensor:

@@ -168,14 +168,20 @@ def _candidates(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemor
 def _weights_by_quantization(config: EngineConfig) -> Iterator[tuple[str | None, int]]:
     """Bytes of weights: in the file's own formats, and, where these are floats, in every format that the device has kernels for."""
     from tinyvllm.runner.opened import open_model
+    from tinyvllm.runner.pipeline import RankStart
     from tinyvllm.runner.planned import is_packed
 
     whole = replace(config, quantization=None, imatrix=None, tensor_parallel_size=1, pipeline_parallel_size=1)
     plain = open_model(whole, config.device)
-    yield None, plain.outline().bytes
+    copies = [open_model(whole, config.device, RankStart(plain.memory, rank, [])) for rank in range(1, whole.num_ranks) if plain.memory]
+
+    def nbytes(quantization: str | None) -> int:
+        return plain.outline(quantization).bytes + sum(copy.outline(quantization).own_bytes for copy in copies)
+
+    yield None, nbytes(None)
     for quantization in () if is_packed(plain) else QUANTIZATIONS:
         with contextlib.suppress(ModelError):  # no kernels for the format, or a matrix that it cannot hold
-            yield quantization, plain.outline(quantization).bytes
+            yield quantization, nbytes(quantization)
 
 
 def _advice(best: Candidate | None, context: int) -> str:
