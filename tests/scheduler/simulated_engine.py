@@ -471,7 +471,9 @@ class SimulatedEngine:
         for sequence in plan.preempted:
             if sequence.status is Status.WAITING:
                 assert all(rank_of(sequence) > rank_of(other) for other in ran)
-        spent = plan.num_tokens + len(plan.preempted) + len(plan.exhausted) >= limits.max_batched_tokens
+        still = {s.sequence_id for s in (*scheduler.running, *plan.preempted)}
+        ended = len(before.keys() - still)  # beams without room, which the budget had a token for
+        spent = plan.num_tokens + len(plan.preempted) + len(plan.exhausted) + ended >= limits.max_batched_tokens
         if not spent:  # no sequence idles without a reason
             spare = limits.max_batched_tokens - plan.num_tokens - len(plan.preempted)  # a decode that was preempted had its token
             for sequence in scheduler.running:

@@ -121,7 +121,7 @@ def needs_by_format(placement: Placement) -> dict[str, list[Need]]:
     of_weights, of_caches = formats_in(backend.layout), (*FLOATS, *KV_FORMATS)
     found: dict[str, list[Need]] = {name: [] for name in dict.fromkeys((_FIRST, *of_weights, *of_caches))}
     for stem in (stem for stem in registry.STEMS if stem in backend.stems):
-        if stem in ("advance", "kv_copy", "sample", "lora_bias"):
+        if stem in ("advance", "kv_copy", "sample", "lora_bias", "gated_delta"):
             found[_FIRST].append((stem, ShapeFacts(placement, block_bytes=320, vocabulary=300)))
         elif stem.startswith("attention") or stem == "kv_append":
             for name in of_caches:
