@@ -471,16 +471,15 @@ class SimulatedEngine:
         for sequence in plan.preempted:
             if sequence.status is Status.WAITING:
                 assert all(rank_of(sequence) > rank_of(other) for other in ran)
-        still = {s.sequence_id for s in (*scheduler.running, *plan.preempted)}
-        ended = len(before.keys() - still)  # beams without room, which the budget had a token for
-        spent = plan.num_tokens + len(plan.preempted) + len(plan.exhausted) + ended >= limits.max_batched_tokens
+        spent = plan.num_tokens + len(plan.preempted) + len(plan.exhausted) >= limits.max_batched_tokens
         if not spent:  # no sequence idles without a reason
             spare = limits.max_batched_tokens - plan.num_tokens - len(plan.preempted)  # a decode that was preempted had its token
             for sequence in scheduler.running:
                 if sequence not in chosen and len(sequence) > sequence.num_computed:
                     room = self.groups.num_tokens(len(sequence.block_table) + pool.num_free) - sequence.num_computed
                     assert min(spare, room) < 2, "tokens and blocks, and a prompt gets nothing"
-            if scheduler.waiting.has_next and scheduler._free_rows and not plan.preempted:
+            # a beam that is exhausted ends the others, whose blocks are free since `settle`
+            if scheduler.waiting.has_next and scheduler._free_rows and not plan.preempted and not plan.exhausted:
                 self.check_no_room()
 
     def check_order(self, plan: Schedule, before: dict[int, int]) -> None:
