@@ -271,6 +271,11 @@ def test_an_llm_with_a_plan_has_no_engine(sparse):
         LLM(sparse, device="cpu", memory="1G")
 
 
+def test_a_speed_where_the_whole_context_is_a_prompt(tiny_model):
+    """The prompt that is timed leaves room for a token of the answer."""
+    assert plan_engine(resolve(tiny_model, device="CPU", max_model_len=64, max_num_seqs=2)).speed is not None
+
+
 def test_help_loads_no_tinygrad():
     code = "import sys; from tinyvllm.cli import main; main(['plan', '--help']); sys.exit('tinygrad' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
