@@ -50,6 +50,14 @@ def test_chunks_change_no_bit(llm, alone):
     assert (pieces.prompt_logits(PROMPTS[2]) == llm.prompt_logits(PROMPTS[2])).all()
 
 
+def test_steps_that_are_too_large_for_the_reference_are_refused_at_start(monkeypatch):
+    monkeypatch.setenv("TINYVLLM_KERNELS", "gated_delta=ref")
+    with pytest.raises(
+        ArgumentError, match=r"max_num_batched_tokens must be at most 64 where no kernel computes gated_delta.* CPU\), got 65"
+    ):
+        open_llm(max_num_batched_tokens=65)
+
+
 def test_a_preempted_sequence_goes_on(alone):
     small = open_llm(num_blocks=9)
     assert generated(small, [*PROMPTS, *PROMPTS]) == [*alone, *alone]

@@ -15,10 +15,10 @@ from tinyvllm.backends.operands import DeltaShape, DeltaWeights
 from tinyvllm.backends.registry import select
 from tinyvllm.batch import Batch, StateCache
 from tinyvllm.bridge import store_states
-from tinyvllm.errors import KernelError
+from tinyvllm.errors import ArgumentError, KernelError
 from tinyvllm.placement import Placement
 
-__all__ = ["REFERENCE_TOKENS", "DeltaShape", "DeltaWeights", "delta_facts", "gated_delta"]
+__all__ = ["REFERENCE_TOKENS", "DeltaShape", "DeltaWeights", "check_step_tokens", "delta_facts", "gated_delta"]
 
 REFERENCE_TOKENS = 64  # of a sequence in a step, by the reference: it takes three small kernels a token
 
@@ -26,6 +26,20 @@ REFERENCE_TOKENS = 64  # of a sequence in a step, by the reference: it takes thr
 def delta_facts(placement: Placement, shape: DeltaShape) -> ShapeFacts:
     """What a backend's limits are checked against."""
     return ShapeFacts(placement, head_dim=shape.key_dim, outputs=shape.value_dim)
+
+
+def check_step_tokens(tokens: int, shape: DeltaShape, device: str) -> None:
+    """ArgumentError for steps with up to `tokens` tokens of a sequence where the reference computes them, which takes fewer."""
+    placement = Placement.of(device)
+    if tokens > REFERENCE_TOKENS and select("gated_delta", placement, _heads(shape), delta_facts(placement, shape)) is None:
+        raise ArgumentError(
+            f"max_num_batched_tokens must be at most {REFERENCE_TOKENS} where no kernel computes gated_delta ({_heads(shape)} on "
+            f"{placement.device}), got {tokens}"
+        )
+
+
+def _heads(shape: DeltaShape) -> str:
+    return f"{shape.key_heads} key and {shape.value_heads} value heads of {shape.key_dim} and {shape.value_dim}"
 
 
 def gated_delta(y: Tensor, weights: DeltaWeights, cache: StateCache, batch: Batch) -> Tensor:
@@ -37,16 +51,12 @@ def gated_delta(y: Tensor, weights: DeltaWeights, cache: StateCache, batch: Batc
     KernelError for more than REFERENCE_TOKENS tokens of a sequence in a step where no kernel does.
     """
     s, placement = weights.shape, Placement.of(y.device)
-    heads = f"{s.key_heads} key and {s.value_heads} value heads of {s.key_dim} and {s.value_dim}"
-    kernel = select("gated_delta", placement, heads, delta_facts(placement, s))
+    kernel = select("gated_delta", placement, _heads(s), delta_facts(placement, s))
     if kernel is not None:
         return kernel.backend.gated_delta(kernel.variant, y, weights, cache, batch)
     tokens = batch.max_query if batch.num_chunks else 1
-    if tokens > REFERENCE_TOKENS:
-        raise KernelError(
-            f"gated_delta: no kernel here computes {heads}, and the reference takes up to {REFERENCE_TOKENS} tokens of a sequence in a "
-            f"step, not {tokens}; lower max_num_batched_tokens"
-        )
+    if tokens > REFERENCE_TOKENS:  # `check_step_tokens` has passed: a kernel was replaced since
+        raise KernelError(f"gated_delta: the reference takes up to {REFERENCE_TOKENS} tokens of a sequence in a step, not {tokens}")
     return _reference(y, weights, cache, batch, tokens)
 
 

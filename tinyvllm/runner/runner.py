@@ -60,7 +60,7 @@ from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
 from tinyvllm.runner.ranked import Announced, RankedSteps
 from tinyvllm.runner.sizes import block_bytes, groups_of, pool_size
 from tinyvllm.runner.split import max_rows
-from tinyvllm.runner.states import all_caches, new_states, state_slots
+from tinyvllm.runner.states import all_caches, checked_slots, new_states
 from tinyvllm.runner.step import Logits, PreparedStep, StepPlan
 from tinyvllm.runner.weight_plan import WeightPlan
 from tinyvllm.scheduler import Schedule, Scheduled
@@ -110,7 +110,7 @@ class Runner:
         groups = self.groups.layers if self.groups.blocks.count > 1 else None
         self.pool = opened.pool(layers, size.num_blocks, groups)
         self.options, self.one_off = config, threading.Lock()  # the engine's options; held for a pass outside the schedule
-        self.state_slots = state_slots(config, self.config)
+        self.state_slots = checked_slots(config, self.config, device)
         self.caches = all_caches(self.config, self.pool.layers, new_states(self.config, self.state_slots, device))
         self.adapters = AdapterPool(config, opened, device) if config.enable_lora else None
         self.max_num_seqs = config.max_num_seqs

@@ -14,6 +14,7 @@ from tinygrad import Tensor, dtypes
 from tinyvllm.batch import LayerCache, StateCache
 from tinyvllm.config import EngineConfig
 from tinyvllm.models.config import ModelConfig
+from tinyvllm.ops.delta import check_step_tokens
 from tinyvllm.placement import Placement
 from tinyvllm.weights.mapping import allocate
 from tinyvllm.weights.memory import adopt
@@ -50,6 +51,13 @@ def state_slots(config: EngineConfig, model: ModelConfig) -> StateSlots | None:
         return None
     rows = config.max_num_seqs
     return StateSlots(rows, max(_FEWEST, rows // 4) if config.enable_prefix_caching else 0)
+
+
+def checked_slots(config: EngineConfig, model: ModelConfig, device: str) -> StateSlots | None:
+    """`state_slots`. ArgumentError for steps that are too large for the reference, where no kernel computes the states."""
+    if model.delta is not None:
+        check_step_tokens(config.max_num_batched_tokens, model.delta, device)
+    return state_slots(config, model)
 
 
 def state_bytes(model: ModelConfig, slots: StateSlots | None) -> int:
