@@ -15,7 +15,7 @@ CHECKS := tests/test_house.py tests/test_words.py tests/test_docs.py tests/test_
   tests/sampling/test_sampler.py tests/engine/test_engine.py tests/engine/test_decode_reuse.py tests/text/test_chat.py tests/server/core tests/cli
 SOURCES = $(shell find kernels -name '*.c' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.metal')
 
-.PHONY: demo check test test-long test-peers test-ray test-gpu-dry lint bench clean
+.PHONY: demo check test test-long test-peers test-ray test-image test-gpu-dry lint bench clean
 
 demo: $(VENV)/.core
 	$(BIN)/python main.py --prompt "Once upon a time" --max-tokens 256 --temperature 0.7 --seed 10
@@ -32,6 +32,10 @@ test-peers: $(VENV)/.peers
 # Ray Serve on a local cluster of several processes
 test-ray: $(VENV)/.ray
 	$(BIN)/python -m pytest -m ray -W default tests/integrations
+
+# the container file builds, and its image answers a request and ends by SIGTERM: as root, with Debian's tools (tests/image.sh)
+test-image:
+	bash tests/image.sh
 
 # what a GPU machine would run, on an emulated GPU that launches nothing; Python 3.12 where there is one, no C compiler
 test-gpu-dry:

@@ -5,10 +5,10 @@
 # The base is Debian 13 with its Python 3.13 (debootstrap), as python:3.13-slim is. buildah builds. Then the image's files run as its user,
 # read-only but for /cache and /tmp, without rights, in mount, process, IPC and host name namespaces of their own: a request must be
 # answered, and SIGTERM end it with 0. Needs debootstrap, buildah, podman, catatonit and curl, 4 GB and ten minutes.
-# Ends with 75 where the packages of the base cannot be fetched. tests/test_image.py runs it.
+# Ends with 75 where the packages of the base cannot be fetched. `make test-image` runs it.
 set -euo pipefail
 folder=$(realpath "${1:-$(mktemp -d)}")
-port=18341
+port=$(python3 -c 'import socket; s = socket.create_server(("127.0.0.1", 0)); print(s.getsockname()[1])')
 store=(--root "$folder/store" --storage-driver vfs)
 export BUILDAH_ISOLATION=chroot
 
@@ -16,7 +16,7 @@ if [ ! -L "$folder/base/usr/local/bin/python" ]; then
   debootstrap --variant=minbase --include=ca-certificates,python3.13,python3.13-venv trixie "$folder/base" || exit 75
   ln -s /usr/bin/python3.13 "$folder/base/usr/local/bin/python"
 fi
-tar -C "$folder/base" -c . | podman "${store[@]}" import - docker.io/library/python:3.13-slim
+tar -C "$folder/base" -c . | podman "${store[@]}" import - python:3.13-slim
 # the host's certificates and pip settings, where packages come from a mirror
 shared=(-v /etc/ssl/certs/ca-certificates.crt:/etc/ssl/certs/ca-certificates.crt:ro)
 [ ! -e /etc/pip.conf ] || shared+=(-v /etc/pip.conf:/etc/pip.conf:ro)
