@@ -785,8 +785,8 @@ def metal_device(**options: Any) -> Iterator[Runtime]:
         ops_metal.platform = SimpleNamespace(mac_ver=lambda: (runtime.macos, ("", "", ""), "arm64"))
         ops_metal.MetalCompiler.compile_cached = ops_metal.MetalCompiler.compile  # not cached on disk
         undo.enter_context(_replaced(type(tinygrad_device), "_Device__get_canonicalized_item", device))
-        undo.enter_context(_replaced(codegen, "to_program_cache", _InMemory("programs", lambda program: program)))
-        undo.enter_context(_replaced(schedule, "schedule_cache", _InMemory("schedules", lambda linear: linear)))
+        undo.enter_context(_replaced(codegen, "to_program_cache", _InMemory("programs")))
+        undo.enter_context(_replaced(schedule, "schedule_cache", _InMemory("schedules")))
         undo.callback(gc.collect)
         undo.callback(arena._arenas.clear)  # what a test still holds is memory of this device: the next one must not take it
         undo.callback(_forget, realize.runtime_cache)
