@@ -16,7 +16,7 @@ FIVE_TO_ONE = (16, 16, 16, 16, 16, 0)
 
 
 def model(windows: tuple[int, ...]) -> ModelConfig:
-    return cast(ModelConfig, SimpleNamespace(windows=windows, num_blocks=len(windows) or 2))
+    return cast(ModelConfig, SimpleNamespace(windows=windows, num_blocks=len(windows) or 2, delta_layers=()))
 
 
 @pytest.mark.parametrize("windows, options, expected", [

@@ -246,7 +246,7 @@ def test_the_refusal_stays_where_there_is_no_memory_for_a_plan(sparse, monkeypat
         raise MemoryError
 
     monkeypatch.setattr("tinyvllm.runner.memory.free_memory", lambda device: 1 << 30)
-    monkeypatch.setattr("tinyvllm.engine.startup.make_sizes", fail)
+    monkeypatch.setattr("tinyvllm.engine.tools.plan_sizes.make_sizes", fail)
     with pytest.raises(OutOfMemoryError, match=r"weights need 1345 MiB.*not even memory for a plan"):
         LLM(sparse, device="CPU", max_num_seqs=1, skip_tokenizer_init=True)
 
