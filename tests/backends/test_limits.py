@@ -21,7 +21,7 @@ from tinyvllm.quant.formats import Layout
 SHARED = 99 << 10  # bytes that a block of threads has on the pretended GPU
 KINDS = ("CPU", "CUDA", "METAL")
 LAYOUTS = {"CPU": Layout.PANELS, "CUDA": Layout.TILES, "METAL": Layout.ROWS}
-CPU_ONLY = ("norm_route", "experts_gate_up_silu", "experts_down", "lora_bias")  # which have kernels on the CPU
+CPU_ONLY = ("norm_route", "experts_gate_up_silu", "experts_down", "lora_bias", "gated_delta")  # which have kernels on the CPU
 MATRICES = {"norm_qkv_rope_store": 3, "norm_gate_up_silu": 2}
 
 
@@ -69,6 +69,8 @@ def runs(kind: str, stem: str, f: ShapeFacts) -> bool:
         return inputs and tiles and f.matrices == 1
     if stem == "lora_bias":
         return f.inputs % 16 == 0 and f.outputs % 16 == 0 and rms
+    if stem == "gated_delta":
+        return heads and f.outputs % 16 == 0
     if stem == "norm_route":
         return inputs and rms and f.matrices == 1
     if stem == "experts_gate_up_silu":
