@@ -120,8 +120,15 @@ def matmul(kernel: Kernel, x: np.ndarray, panels: np.ndarray, *more: np.ndarray,
     return out
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("format", FORMATS)
+# each format on each target, of which the plain suite has one: they take turns
+IN_TURN = [
+    pytest.param(format, target, id=f"{format}-{target}", marks=() if i % len(TARGETS) == j else pytest.mark.long)
+    for i, format in enumerate(FORMATS)
+    for j, target in enumerate(TARGETS)
+]
+
+
+@pytest.mark.parametrize(("format", "target"), IN_TURN)
 @pytest.mark.parametrize("I, O, full", [(32, 1, 1), (96, 48, 0), (1120, 131, 1)])
 def test_matmul(I: int, O: int, full: int, format: str, target: str) -> None:
     """`full` adds bias, gelu and residual."""
