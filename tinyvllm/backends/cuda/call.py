@@ -26,6 +26,7 @@ from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, Ke
 from tinyvllm.backends.shapes import Attention, Heads, Product
 from tinyvllm.backends.without_adapters import WithoutAdapters
 from tinyvllm.backends.without_experts import WithoutExperts
+from tinyvllm.backends.without_ranks import WithoutRanks
 from tinyvllm.backends.without_states import WithoutStates
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import (
@@ -39,10 +40,9 @@ from tinyvllm.bridge import (
     use_graph,
 )
 from tinyvllm.integers import round_up
-from tinyvllm.placement import Placement, RankGroup
+from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import FORMATS, Layout
 from tinyvllm.quant.layouts import MixedWeight, PackedWeight, RowSource
-from tinyvllm.quant.slices import RowShare
 
 # The oldest GPU that a variant runs on. Each kernel is compiled for the GPU of this machine.
 OLDEST = {plan.BASE: 80}
@@ -51,7 +51,7 @@ OLDEST = {plan.BASE: 80}
 PRODUCTS = ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head")
 
 
-class CudaBackend(WithoutAdapters, WithoutExperts, WithoutStates):
+class CudaBackend(WithoutAdapters, WithoutExperts, WithoutRanks, WithoutStates):
     """Kernels for NVIDIA GPUs of compute capability 8.0 and later."""
 
     name = "cuda"
@@ -173,26 +173,6 @@ class CudaBackend(WithoutAdapters, WithoutExperts, WithoutStates):
             if fits(kernel, gpu):
                 return launch(kernel, [empty(x, T, O)], [x, weight.tensor, *present(bias, residual), rows])[0]
         return _multiplied(variant, _prepared(variant, x, weight, rows), weight, rows, product, bias, residual)
-
-    def attention_ranks(
-        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0,
-        sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        raise NotImplementedError("kernels: context parallelism is of the CPU")
-
-    def own_rows(self, variant: str, x: Tensor, group: RankGroup, rows: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("kernels: context parallelism is of the CPU")
-
-    def gather_rows(self, variant: str, part: Tensor, T: int, group: RankGroup, rows: Tensor) -> Tensor:
-        raise NotImplementedError("kernels: context parallelism is of the CPU")
-
-    def all_reduce(
-        self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None
-    ) -> Tensor:
-        raise NotImplementedError("kernels: tensor parallelism is of the CPU")
-
-    def gather_logits(self, variant: str, part: Tensor, share: RowShare, count: Tensor) -> Tensor:
-        raise NotImplementedError("kernels: tensor parallelism is of the CPU")
 
     def gate_up_silu(
         self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, rows: Tensor, bias: Tensor | None, gelu: bool = False

@@ -31,6 +31,7 @@ from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, Ke
 from tinyvllm.backends.shapes import Attention, Heads, Product
 from tinyvllm.backends.without_adapters import WithoutAdapters
 from tinyvllm.backends.without_experts import WithoutExperts
+from tinyvllm.backends.without_ranks import WithoutRanks
 from tinyvllm.backends.without_states import WithoutStates
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import (
@@ -50,10 +51,9 @@ from tinyvllm.bridge import (
 )
 from tinyvllm.errors import ReplacedKernelError
 from tinyvllm.integers import round_up
-from tinyvllm.placement import Placement, RankGroup
+from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout
 from tinyvllm.quant.layouts import RowSource, StoredWeight
-from tinyvllm.quant.slices import RowShare
 
 log = logging.getLogger("tinyvllm")
 
@@ -86,7 +86,7 @@ def _of_op(stem: str) -> Callable[[Method], Method]:
     return wrap
 
 
-class MetalBackend(WithoutAdapters, WithoutExperts, WithoutStates):
+class MetalBackend(WithoutAdapters, WithoutExperts, WithoutRanks, WithoutStates):
     """Kernels for the GPUs of Apple Silicon."""
 
     name = "metal"
@@ -264,26 +264,6 @@ class MetalBackend(WithoutAdapters, WithoutExperts, WithoutStates):
         else:
             kernel = _by_matrices(variant, x, product, sizes)
         return launch(kernel, [empty(x, T, O)], [x, *_matrices(weight), *present(bias, residual), rows])[0]
-
-    def attention_ranks(
-        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0,
-        sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        raise NotImplementedError("kernels: context parallelism is of the CPU")
-
-    def own_rows(self, variant: str, x: Tensor, group: RankGroup, rows: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("kernels: context parallelism is of the CPU")
-
-    def gather_rows(self, variant: str, part: Tensor, T: int, group: RankGroup, rows: Tensor) -> Tensor:
-        raise NotImplementedError("kernels: context parallelism is of the CPU")
-
-    def all_reduce(
-        self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None
-    ) -> Tensor:
-        raise NotImplementedError("kernels: tensor parallelism is of the CPU")
-
-    def gather_logits(self, variant: str, part: Tensor, share: RowShare, count: Tensor) -> Tensor:
-        raise NotImplementedError("kernels: tensor parallelism is of the CPU")
 
     @_of_op("norm_gate_up_silu")
     def gate_up_silu(
