@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.windowed import LENGTHS, MOST, SIZE, STEP, WINDOW, Answer, answers, count_held, load, params, prompt
+from tests.engine.windowed import LENGTHS, MOST, SIZE, STEP, WINDOW, Answer, answers, check_turns, count_held, load, params, prompt
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backends import registry
 from tinyvllm.config import resolve
@@ -109,14 +109,7 @@ def test_the_next_turn_hits_by_all_groups(kept: Kept, folders: dict[str, Path]) 
     """A conversation of which the cache holds the windows and the layer that sees all, not every block: each turn finds all before it."""
     model, kind, whole, _ = kept
     with load(folders[model], kv_cache_dtype=kind, num_blocks=most(model, 400)) as llm:
-        turn, context = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), prompt(2)
-        for number in range(3):
-            (output,) = llm.generate({"prompt_token_ids": context}, turn)
-            (expected,) = whole.generate({"prompt_token_ids": context}, turn)
-            assert output.outputs[0].token_ids == expected.outputs[0].token_ids
-            assert output.num_cached_tokens == (expected.num_cached_tokens if number else 0)
-            context = [*context, *output.outputs[0].token_ids, *prompt(1)]
-        assert output.num_cached_tokens > 150
+        assert check_turns(llm, whole, 3)[1] > 150
 
 
 def test_logits_outside_the_schedule(kept: Kept, folders: dict[str, Path]) -> None:

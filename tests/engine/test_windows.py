@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.windowed import LENGTHS, MOST, SIZE, STEP, WINDOW, Answer, answers, count_held, load, params, prompt
+from tests.engine.windowed import LENGTHS, MOST, SIZE, STEP, WINDOW, Answer, answers, check_turns, count_held, load, params, prompt
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backends import registry
 from tinyvllm.config import resolve
@@ -77,14 +77,7 @@ def test_the_next_turn_hits_by_the_blocks_of_the_window(masked: tuple[str, LLM, 
     """A conversation that is longer than the whole cache: each turn finds all before it."""
     kind, whole, _ = masked
     with load(folder, kv_cache_dtype=kind, num_blocks=MOST) as llm:
-        turn, context = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), prompt(2)
-        for number in range(4):
-            (output,) = llm.generate({"prompt_token_ids": context}, turn)
-            (expected,) = whole.generate({"prompt_token_ids": context}, turn)
-            assert output.outputs[0].token_ids == expected.outputs[0].token_ids
-            assert output.num_cached_tokens == (expected.num_cached_tokens if number else 0)
-            context = [*context, *output.outputs[0].token_ids, *prompt(1)]
-        assert len(context) > MOST * SIZE and output.num_cached_tokens > MOST * SIZE
+        assert min(check_turns(llm, whole, 4)) > MOST * SIZE
 
 
 def test_logits_outside_the_schedule(masked: tuple[str, LLM, list[Answer]], folder: Path) -> None:

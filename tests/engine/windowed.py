@@ -38,6 +38,18 @@ def answers(llm: LLM, numbers: range = range(len(LENGTHS)), **more: Any) -> list
     return [(p.token_ids, [row[t].logprob for row, t in zip(p.logprobs, p.token_ids, strict=True)]) for p in parts]
 
 
+def check_turns(llm: LLM, whole: LLM, turns: int) -> tuple[int, int]:
+    """A conversation, of which each turn must find all before it, as with `whole`: its tokens, and those that the last turn found."""
+    turn, context, found = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), prompt(2), 0
+    for number in range(turns):
+        (output,), (expected,) = (each.generate({"prompt_token_ids": context}, turn) for each in (llm, whole))
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        found = output.num_cached_tokens
+        assert found == (expected.num_cached_tokens if number else 0)
+        context = [*context, *output.outputs[0].token_ids, *prompt(1)]
+    return len(context), found
+
+
 def count_held(llm: LLM) -> list[int]:
     """The most blocks that a sequence has held, the most in use, and the number of preemptions; changes with each step."""
     scheduler, found = llm.engine.scheduler, [0, 0, 0]
