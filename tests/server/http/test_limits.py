@@ -177,8 +177,9 @@ def test_without_descriptors_each_try_is_one_line_in_the_log(monkeypatch: pytest
             await acceptor.wait_closed()
         return received
 
+    # before caplog looks: newer pytest adds its handlers to a logger that does not propagate, and each line would be seen twice
+    monkeypatch.setattr(logging.getLogger("tinyvllm.server"), "propagate", True)
     with caplog.at_level(logging.ERROR, "tinyvllm.server"):
-        monkeypatch.setattr(logging.getLogger("tinyvllm.server"), "propagate", True)
         assert asyncio.run(run()) == b"hello"
     assert pauses == [1.0] * Exhausted.failures
     lines = [record.getMessage() for record in caplog.records]
