@@ -176,11 +176,13 @@ def _others_seconds(own: Iterable[int]) -> float:
 
 
 def _seconds_of(pid: int) -> float:
+    """Of a process and its children, those that have ended too."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        children = {child for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()}
     except OSError:
         return 0.0
-    return sum(map(int, words[11:15])) / _TICK  # with children that have ended
+    return sum(map(int, words[11:15])) / _TICK + sum(_seconds_of(int(child)) for child in children)
 
 
 def record(name: str, figures: Mapping[str, Any], spreads: Iterable[Spread] = ()) -> None:

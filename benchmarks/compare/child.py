@@ -52,6 +52,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence at most")
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a prompt at a time")
+    parser.add_argument("--engine", type=json.loads, default={}, help="more options of tinyvllm's engine")
     return parser.parse_args()
 
 

@@ -13,10 +13,11 @@ class Tinyvllm:
         from benchmarks.loading import load
         from tinyvllm.engine.tools.stepping import Stepping
 
-        blocks = options.batch * -(-options.length // 16) + 1  # no more memory than the others take
+        size = 256 * options.engine["context_parallel_size"] if "context_parallel_size" in options.engine else 16
+        blocks = options.batch * -(-options.length // size) + 1  # no more memory than the others take
         llm = load(
             options.model, max_model_len=options.length, max_num_seqs=options.batch, num_blocks=blocks,
-            max_num_batched_tokens=max(options.chunk, options.batch),
+            max_num_batched_tokens=max(options.chunk, options.batch), **options.engine,
         )  # fmt: skip
         self.stepping = Stepping(llm)
         self.prompts = itertools.count()
