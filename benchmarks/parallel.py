@@ -94,7 +94,8 @@ class Rank:
         self._repeat.restype = None
 
     def run(self) -> None:
-        team = Team(0, 1, allocate(256).ctypes.data)
+        pool = allocate(256)
+        team = Team(0, 1, pool.ctypes.data)
         self._repeat(ctypes.c_void_p(self._list.ctypes.data), 1, CALLS, ctypes.byref(team))
 
 
