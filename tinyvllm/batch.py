@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from tinygrad import Tensor, UOp
+
+from tinyvllm.lazy_dataclass import dataclass
 
 # How keys and values are packed, as CACHE_TYPE of the kernels and by the name of the option kv_cache_dtype.
 PACKED_KV = {"fp8_e4m3": "KV_FP8", "int8": "KV_INT8", "int4": "KV_INT4"}

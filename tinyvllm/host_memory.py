@@ -15,10 +15,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from tinyvllm.errors import OutOfMemoryError
+from tinyvllm.lazy_dataclass import dataclass
 
 START_ADDRESS_SPACE = 400 << 20  # of the interpreter, numpy and tinygrad with an open device; 330 MiB were measured, without a model
 START_MEMORY = 80 << 20  # the part of it that is used; 61 MiB were measured

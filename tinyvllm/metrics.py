@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib.util
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
+
+from tinyvllm.lazy_dataclass import dataclass
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

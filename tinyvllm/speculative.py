@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from tinyvllm.errors import ArgumentError, nearest
+from tinyvllm.lazy_dataclass import dataclass
 
 HEADS = ("medusa", "eagle", "eagle3", "mtp", "medusa_lite", "eagle_lite")  # read the target's hidden states
 KV_HEADS = ("eagle", "eagle3", "mtp")  # of HEADS: keep keys and values of their own by the numbers of the target's blocks

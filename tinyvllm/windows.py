@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 from tinyvllm.integers import ceil_div
+from tinyvllm.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True)

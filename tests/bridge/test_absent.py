@@ -11,12 +11,17 @@ from tinyvllm.config import cache_folder
 from tinyvllm.runner.device import start_device
 start_device("CPU", cache_folder())
 from tinygrad.runtime.support import c
-unused = [name for name in sys.modules if name.startswith(("tinygrad.runtime.ops_rdma", "tinygrad.runtime.support.mlx", "tinygrad.runtime.autogen.libusb", "tinygrad.runtime.autogen.mesa", "tinygrad.runtime.autogen.llvm"))]
+unused = [name for name in sys.modules if name.startswith(("tinygrad.runtime.ops_rdma", "tinygrad.runtime.support.mlx", "tinygrad.runtime.autogen.libusb", "tinygrad.runtime.autogen.mesa", "tinygrad.runtime.autogen.llvm", "tinygrad.runtime.autogen.libc", "tinygrad.codegen.opt.search", "tinyvllm.backends.cuda", "tinyvllm.backends.metal"))]
 print(sorted(c.DLL._loaded_ - {"libc"}), unused)
 from tinygrad.runtime.ops_rdma import RDMADevice
 from tinygrad.renderer.nir import LVPRenderer
 from tinygrad.runtime import ops_cpu
 assert ops_cpu.LVPRenderer is not LVPRenderer
+from tinygrad.runtime.support import elf, hcq
+assert (elf.libc.ELFCLASS64, hcq.libc.EI_CLASS) == (2, 4) and not hasattr(elf.libc, "no_such_name")
+from tinygrad.codegen.opt import search
+from tinyvllm.bridge import programs
+assert (search.diskcache_get, search.diskcache_put) == (programs._load, programs._keep)
 """  # noqa: E501
 
 

@@ -852,8 +852,9 @@ def _import_over_emulated_libraries() -> dict[str, ModuleType]:
 def _forget(programs: dict[tuple[bytes, str], Any]) -> None:
     """Frees everything that would use the device later, while it exists."""
     from tinyvllm.backends.metal import queue as metal_queue
+    from tinyvllm.backends.metal.call import MetalBackend
     from tinyvllm.backends.metal.launch import machine_code, require_runnable
-    from tinyvllm.backends.registry import BACKENDS, MetalBackend
+    from tinyvllm.backends.registry import BACKENDS
     from tinyvllm.bridge import opened_device, remove_hooks, shared_zeros
 
     for key in [key for key in programs if key[1].startswith("METAL")]:

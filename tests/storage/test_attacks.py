@@ -20,7 +20,7 @@ from tests.notices import without_notices
 from tests.storage.attacks import ATTACKS
 from tinyvllm.backends.autotune import FILE, Tuner
 from tinyvllm.backends.cpu import compile as compile_module
-from tinyvllm.backends.cpu.compile import object_code, object_code_of
+from tinyvllm.backends.cpu.compile import function_code, kernel_code
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.bridge import programs
 from tinyvllm.storage import folders
@@ -54,8 +54,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize("code", [lambda: object_code(Kernel("kv_copy", "cpu", "plain", (("BLOCK_BYTES", 64),), 1, 2)),
-                                  lambda: object_code_of("thread_pool")], ids=["kernel", "thread pool"])  # fmt: skip
+@pytest.mark.parametrize("code", [lambda: kernel_code(Kernel("kv_copy", "cpu", "plain", (("BLOCK_BYTES", 64),), 1, 2)),
+                                  lambda: function_code("thread_pool")], ids=["kernel", "thread pool"])  # fmt: skip
 def test_an_object_is_compiled_again(attack: str, code: Callable[[], bytes], cache, compiled, caplog):
     first = code()
     (path,) = (cache / "kernels").iterdir()

@@ -8,9 +8,7 @@ from tinygrad import Tensor
 
 from tinyvllm.backends.cpu import launch as cpu
 from tinyvllm.backends.cpu.launch import run_now
-from tinyvllm.backends.cuda import launch as cuda
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.backends.metal import launch as metal
 
 __all__ = ["launch", "run_now"]
 
@@ -21,4 +19,12 @@ def launch(kernel: Kernel, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> lis
     Tensors are passed as they are in memory, so all must be contiguous; `outs` must be buffers (Tensor.empty, or what is changed in
     place). What reads a returned tensor runs after the kernel, also in a captured step.
     """
-    return {"cpu": cpu.launch, "cuda": cuda.launch, "metal": metal.launch}[kernel.backend](kernel, outs, ins)
+    if kernel.backend == "cuda":
+        from tinyvllm.backends.cuda import launch as cuda  # 4 ms of a start with another device
+
+        return cuda.launch(kernel, outs, ins)
+    if kernel.backend == "metal":
+        from tinyvllm.backends.metal import launch as metal
+
+        return metal.launch(kernel, outs, ins)
+    return cpu.launch(kernel, outs, ins)

@@ -13,24 +13,50 @@ import itertools
 import os
 import platform
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from tinyvllm.backends.base import Backend
 from tinyvllm.backends.cases import Case, case_of
-from tinyvllm.backends.cpu.call import CpuBackend
-from tinyvllm.backends.cuda.call import CudaBackend
 from tinyvllm.backends.limits import ShapeFacts
-from tinyvllm.backends.metal.call import MetalBackend
 from tinyvllm.backends.outline import Outline
 from tinyvllm.bridge import architecture, opened_device
 from tinyvllm.config import environment
 from tinyvllm.errors import ArgumentError, KernelError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.placement import Placement
 
 REFERENCE = "ref"
 
+
+def _cpu() -> Backend:
+    from tinyvllm.backends.cpu.call import CpuBackend
+
+    return CpuBackend()
+
+
+def _cuda() -> Backend:
+    from tinyvllm.backends.cuda.call import CudaBackend
+
+    return CudaBackend()
+
+
+def _metal() -> Backend:
+    from tinyvllm.backends.metal.call import MetalBackend
+
+    return MetalBackend()
+
+
 # The one table of backends, by tinygrad's kind of device.
-BACKENDS: dict[str, Backend] = {"CPU": CpuBackend(), "CUDA": CudaBackend(), "METAL": MetalBackend()}
+_MAKERS = {"CPU": _cpu, "CUDA": _cuda, "METAL": _metal}
+
+
+class _Backends(dict[str, Backend]):
+    """One backend a kind, made when it is first asked for: most processes have one kind of device, and importing the others takes 8 ms."""
+
+    def __missing__(self, kind: str) -> Backend:
+        return self.setdefault(kind, _MAKERS[kind]())
+
+
+BACKENDS = _Backends()
 
 # The ops that have kernels, by the stem of their source.
 STEMS = (
@@ -52,7 +78,6 @@ STEMS = (
     "sample",
     "pack_tiles",
 )
-_VARIANTS = tuple(name for backend in BACKENDS.values() for name in backend.variant_names)
 
 
 @dataclass(frozen=True)
@@ -87,7 +112,7 @@ _needs: list[dict[Need, Choice]] = []  # the innermost `collecting_needs` is the
 
 def backend_for(placement: Placement) -> Backend | None:
     """The backend of a device, None for a kind of device that has no kernels."""
-    return BACKENDS.get(placement.kind)
+    return BACKENDS[placement.kind] if placement.kind in _MAKERS else None
 
 
 def open_device(placement: Placement) -> None:
@@ -271,10 +296,11 @@ def _wanted(stem: str, placement: Placement, shape: str, wanted: str, available:
 @functools.cache
 def _forced(text: str) -> dict[str, str]:
     forced: dict[str, str] = environment({"TINYVLLM_KERNELS": text}).get("TINYVLLM_KERNELS", {}) if text else {}
+    variants = [name for kind in _MAKERS for name in BACKENDS[kind].variant_names] if forced else []
     for stem, variant in forced.items():
         if stem not in (*STEMS, "all"):
             raise ArgumentError(f"TINYVLLM_KERNELS: there is no op {stem!r}; there are {', '.join(STEMS)}, and all")
-        if variant not in (*_VARIANTS, REFERENCE):
-            known = ", ".join(_VARIANTS)
+        if variant not in (*variants, REFERENCE):
+            known = ", ".join(variants)
             raise ArgumentError(f"TINYVLLM_KERNELS: there is no variant {variant!r} for {stem}; there are {known}, and {REFERENCE}")
     return forced

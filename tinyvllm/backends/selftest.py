@@ -17,7 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +36,7 @@ from tinyvllm.bridge import check_before_first_run, download, mapped, recover_de
 from tinyvllm.config import VERSION, environment
 from tinyvllm.errors import KernelError, ReplacedKernelError, ToolchainError
 from tinyvllm.host_memory import is_out_of_memory
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import FLOATS, Layout, formats_in
 from tinyvllm.quant.kv import KV_FORMATS

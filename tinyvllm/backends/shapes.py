@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tinygrad import Tensor
 
 from tinyvllm.backends.buffers import cache_format, constant
@@ -11,6 +9,7 @@ from tinyvllm.backends.kernel import Constant
 from tinyvllm.backends.operands import QKV
 from tinyvllm.backends.policies import score_cap
 from tinyvllm.batch import PACKED_KV, Batch, KVLayout, LayerCache
+from tinyvllm.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True)

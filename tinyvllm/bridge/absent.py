@@ -1,5 +1,7 @@
 """What tinygrad looks for or imports whenever it opens a device, and this project never uses: a third of a warm start.
 
+Definitions of the C library are read when one of them is used, as to load an object file that was just compiled: 14 ms.
+
 Importing this module takes effect, so it is imported before all others of the bridge. `LLVM_PATH` and `MESA_PATH`, tinygrad's own
 variables, bring the two libraries back.
 """
@@ -12,6 +14,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+import tinygrad.runtime.autogen
 from tinygrad.runtime.support import c
 
 # Libraries that other renderers of tinygrad's CPU device generate code with. They are searched for in every folder of the system's
@@ -28,8 +31,11 @@ UNUSED_MODULES = (
     ("tinygrad.renderer.nir", "LVPRenderer", "tinygrad.runtime.ops_cpu", "MESA_PATH"),
     ("tinygrad.renderer.isa.x86", "X86Renderer", "tinygrad.runtime.ops_cpu", None),
 )
+# Read when something of it is first used.
+LATER = "tinygrad.runtime.autogen.libc"
 
 _find = c.DLL.findlib
+_autogen: Any = tinygrad.runtime.autogen
 
 
 def _find_used(name: str, *arguments: Any) -> str | None:
@@ -44,6 +50,29 @@ class _Absent:
 
     def __init__(self, *arguments: Any, **named: Any):
         raise ImportError(f"{type(self).__name__} is left out: import its module before tinyvllm")
+
+
+class _Definitions(ModuleType):
+    """In place of a module, which is imported when something of it is first used: then all of it is here."""
+
+    def __getattr__(self, name: str) -> Any:
+        module = importlib.import_module(self.__name__)
+        self.__dict__.update(vars(module))
+        return getattr(module, name)
+
+
+def _import_without_definitions() -> None:
+    """Import the readers of object files, and of what GPUs share with the CPU device, which name the C library's definitions."""
+    if LATER in sys.modules:
+        return
+    stub: Any = _Definitions(LATER)
+    stub.Elf64_Shdr = stub.Elf32_Shdr = object  # a class says what it holds by these two
+    sys.modules[LATER] = _autogen.libc = stub
+    try:
+        for naming in ("tinygrad.runtime.support.elf", "tinygrad.runtime.support.hcq"):
+            importlib.import_module(naming)
+    finally:
+        del stub.Elf64_Shdr, stub.Elf32_Shdr, _autogen.libc, sys.modules[LATER]
 
 
 def _import_without_unused_modules() -> None:
@@ -64,4 +93,5 @@ def _import_without_unused_modules() -> None:
 
 _loader: Any = c.DLL
 _loader.findlib = staticmethod(_find_used)
+_import_without_definitions()
 _import_without_unused_modules()

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from tinygrad import Device, Tensor, UOp
@@ -25,6 +24,7 @@ from tinyvllm.bridge.tensors import undoing_assignments
 from tinyvllm.bridge.waiting import synchronize
 from tinyvllm.errors import ReplacedKernelError
 from tinyvllm.host_memory import require
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.placement import Placement
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
@@ -15,6 +14,7 @@ from tinygrad.uop.ops import Ops, ProgramInfo
 
 from tinyvllm.bridge.kernel_times import KernelTime, KernelTimer
 from tinyvllm.bridge.memory import buffer_of
+from tinyvllm.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True)

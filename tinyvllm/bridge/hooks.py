@@ -7,11 +7,12 @@ synchronous copies.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from tinygrad import Device
+
+from tinyvllm.lazy_dataclass import dataclass
 
 
 class Transfer(Protocol):

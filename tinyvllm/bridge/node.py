@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tinygrad import Device, Tensor, UOp
@@ -15,6 +14,7 @@ from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo
 
 from tinyvllm.bridge.memory import opaque_memory
 from tinyvllm.bridge.recording import current_recording
+from tinyvllm.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import importlib
 import io
 import os
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,8 @@ _CLASSES = {
     "tinygrad.uop": ("Ops",),
     "tinygrad.uop.ops": ("AxisType", "CallInfo", "KernelInfo", "ProgramInfo", "UOp"),
 }
-_READERS = ("tinygrad.helpers", "tinygrad.device", "tinygrad.codegen.opt.search")  # modules that have the two functions by name
+# Modules that have the two functions by name. The last one, if it is imported later, takes them from the first: it loads multiprocessing.
+_READERS = ("tinygrad.helpers", "tinygrad.device", "tinygrad.codegen.opt.search")
 _machine = ""
 
 
@@ -129,8 +131,7 @@ def enable_program_cache(machine: str) -> None:
     os.environ.setdefault("GRAPH_ONE_KERNEL", "1")  # a single kernel also replays as a graph, in half the host time
     _machine = machine
     if not isinstance(codegen.to_program_cache, DiskTable):
-        for name in _READERS:
-            module = importlib.import_module(name)
+        for module in (sys.modules[name] for name in _READERS if name in sys.modules):
             module.diskcache_get, module.diskcache_put = _load, _keep  # type: ignore[attr-defined]
         codegen.do_to_program = _compiling(codegen.do_to_program)
         codegen.to_program_cache = DiskTable("programs")

@@ -21,7 +21,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing import BinaryIO, NamedTuple, Self
 
 from tinyvllm.cache.prefix import HASH_BYTES, Entry, PrefixCache
 from tinyvllm.errors import FormatError, OutputError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.storage.cache import framed, read_believed, replace_file, verified, write_whole
 from tinyvllm.storage.folders import Refusal, open_believed, reason_of, remove, require_private, warn_once
 

@@ -10,11 +10,12 @@ import os
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from tinyvllm.cache.files import Buffer, Layout, Loaded, append, files_of
 from tinyvllm.cache.prefix import Entry, PrefixCache
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.storage.folders import remove
 
 _FILES = 4  # over which a pool's blocks are spread; one is removed at a time

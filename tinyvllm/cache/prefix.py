@@ -13,12 +13,13 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from hashlib import blake2b
 
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.cache.listener import CacheListener
 from tinyvllm.errors import ArgumentError, FormatError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.windows import BlockGroups, Window
 
 HASH_BYTES = 16

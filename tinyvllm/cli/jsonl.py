@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Any
 
 from tinyvllm.cli.lines import read_lines
 from tinyvllm.errors import ArgumentError, FormatError, TinyvllmError, nearest
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import CompletionOutput, RequestOutput, SamplingParams
 
 _KINDS = ("prompt", "prompt_token_ids", "messages")

@@ -8,9 +8,10 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from dataclasses import dataclass
 
 import numpy as np
+
+from tinyvllm.lazy_dataclass import dataclass
 
 HEADER = 4096  # MEETING_BYTES of kernels/cpu/include/meeting.h
 _PAGE = 4096

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Protocol
+
+from tinyvllm.lazy_dataclass import dataclass
 
 log = logging.getLogger("tinyvllm")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tinyvllm.config import expand_home
 from tinyvllm.errors import ArgumentError, BusyError, RequestError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request.adapter import Adapter, LoRARequest, check_adapter_name
 
 if TYPE_CHECKING:

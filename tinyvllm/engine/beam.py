@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import (
     BeamSearchParams,
     CompletionOutput,

@@ -9,11 +9,12 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from tinyvllm.engine.reasoning import Reasoning, ReasoningMarks, initial_state, model_marks
 from tinyvllm.errors import RequestError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.metrics import EngineMetrics, NoMetrics
 from tinyvllm.request import LogitsProcessor, SamplingParams, Sequence
 from tinyvllm.sampling.bad_words import BadWords

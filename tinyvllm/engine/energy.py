@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from tinyvllm.energy.meter import Account, Interval, close_account
 from tinyvllm.engine.observer import EngineObserver
 from tinyvllm.engine.output import ActiveRequest
 from tinyvllm.metrics import EnergyTotals
 from tinyvllm.request import Energy, RequestOutput
 from tinyvllm.scheduler import Schedule
+
+if TYPE_CHECKING:
+    from tinyvllm.energy.meter import Account, Interval
 
 MAX_SPANS = 16_384  # steps without a reading: of ten microseconds each, three periods
 OFF = Energy(not_measured={"all": "the engine was started without --energy (energy=True)"})
@@ -32,6 +35,8 @@ class EngineEnergy(EngineObserver):
         self._last: Interval | None = None
 
     def engine_closed(self) -> None:
+        from tinyvllm.energy.meter import close_account
+
         close_account(self._account)
 
     def step_started(self) -> None:

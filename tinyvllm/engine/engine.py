@@ -15,7 +15,6 @@ from tinyvllm.engine.adapters import Adapters
 from tinyvllm.engine.boundary import request_failure
 from tinyvllm.engine.constraints import TokenConstraints
 from tinyvllm.engine.draft_loop import SpeculativeLoop
-from tinyvllm.engine.energy import EngineEnergy
 from tinyvllm.engine.kept_costs import KeptCosts
 from tinyvllm.engine.loop import PlainLoop, StepLoop, new_loop
 from tinyvllm.engine.observer import EngineObserver, Observers
@@ -33,7 +32,6 @@ from tinyvllm.engine.stages import Stages
 from tinyvllm.engine.startup import DEVICE_LOCK, Progress, cache_facts, eos_ids_of, load_model_tokenizer, load_runner, new_scheduler
 from tinyvllm.engine.stats import Costs, EngineStats, memory_bandwidth
 from tinyvllm.engine.status import engine_status, explain_prefix
-from tinyvllm.engine.tools.trace import StepTrace
 from tinyvllm.engine.warmup import new_warmup, tune_next
 from tinyvllm.errors import RequestError, TinyvllmError
 from tinyvllm.metrics import engine_metrics
@@ -45,6 +43,8 @@ from tinyvllm.speculate.policies import EXACT, Policy
 from tinyvllm.speculate.protocol import Controller, Drafter, StateDrafter
 
 if TYPE_CHECKING:
+    from tinyvllm.engine.energy import EngineEnergy
+    from tinyvllm.engine.tools.trace import StepTrace
     from tinyvllm.runner.runner import Runner
 
 log = logging.getLogger("tinyvllm")

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tinyvllm.config import EngineConfig
-from tinyvllm.engine.kv_events import CacheEvents
 from tinyvllm.engine.observer import EngineObserver
 from tinyvllm.engine.prompt import Encoded
 from tinyvllm.engine.segments import Segment
@@ -20,30 +19,36 @@ if TYPE_CHECKING:
     from tinyvllm.engine.tools.hub_choice import Choice
     from tinyvllm.engine.tools.plan import Plan
     from tinyvllm.engine.tools.plan_sizes import Sizes
+    from tinyvllm.engine.tools.trace_output import TraceFile
 
 
 def start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
     """Load the model, with the observers of its configuration: OutputError if the file of `record` cannot be written, ArgumentError if
     the endpoints of `kv_events_config` cannot be used."""
     from tinyvllm.engine.engine import Engine  # tinygrad comes with it, and a wrong option is reported without waiting for that
-    from tinyvllm.engine.tools.record import record_to
-    from tinyvllm.engine.tools.trace_output import TraceFile
-    from tinyvllm.engine.tracing import start_trace
 
     observers: list[EngineObserver] = []
     profile: TraceFile | None = None
     try:
-        if config.record is not None:
+        if config.record is not None:  # what is not asked for is not imported: a part of each start
+            from tinyvllm.engine.tools.record import record_to
+
             observers.append(record_to(config.record))
         if config.kv_events_config is not None:
+            from tinyvllm.engine.kv_events import CacheEvents
+
             observers.append(CacheEvents(config.kv_events_config, config.block_size))
         if config.profile is not None:
+            from tinyvllm.engine.tools.trace_output import TraceFile
+
             profile = TraceFile(config.profile)
         energy = open_energy(config)
         if energy is not None:
             observers.append(energy)
         engine = Engine(config, progress, observers=observers, energy=energy)
         if profile is not None:
+            from tinyvllm.engine.tracing import start_trace
+
             start_trace(engine, profile, measure=True)
         return engine
     except BaseException:

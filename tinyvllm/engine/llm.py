@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -29,6 +29,7 @@ from tinyvllm.engine.prompt import (
 )
 from tinyvllm.engine.segments import MAX_TRIES, PREFILL_PARAMS, Segment, eviction_error, output_token_ids, raise_if_failed
 from tinyvllm.errors import ArgumentError, BusyError, FormatError, ModelError, RequestError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import BeamSearchParams, LoRARequest, RequestOptions, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:

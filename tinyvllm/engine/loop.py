@@ -6,11 +6,11 @@ plain.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from tinyvllm.engine.pipeline_loop import PipelineLoop
 from tinyvllm.engine.stages import Stages, Step
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.scheduler import Schedule
 
 if TYPE_CHECKING:

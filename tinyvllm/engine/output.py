@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from tinyvllm.engine.beam import BeamState
 from tinyvllm.errors import TinyvllmError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import CompletionOutput, Logprob, Receipt, RequestMetrics, RequestOptions, RequestOutput, SamplingParams, Sequence
 from tinyvllm.text.detokenize import IncrementalDetokenizer, StopStrings, stop_automaton
 from tinyvllm.text.tokenizer import Tokenizer

@@ -6,13 +6,14 @@ Knows no model and runs nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tinyvllm.engine.segments import Segment, concat_token_ids
 from tinyvllm.errors import ArgumentError, ModelError, RequestError, TinyvllmError, nearest
 from tinyvllm.foreign import MAX_JSON_BYTES, parse_json, read_bounded
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import SamplingParams
 from tinyvllm.text.chat import render_chat
 from tinyvllm.text.tokenizer import Tokenizer

@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from tinyvllm.request import SamplingParams
-from tinyvllm.text.parsing import parser_for
 from tinyvllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -170,6 +169,8 @@ class Reasoning:
 def model_marks(tokenizer: Tokenizer) -> tuple[str, str] | None:
     """The marks in a model's chat template or vocabulary; None without any."""
     special = {tokenizer.token_text(i): i for i in tokenizer.special_ids}
+    from tinyvllm.text.parsing import parser_for  # 5 ms of a start that has no use for it
+
     return parser_for(tokenizer.chat_templates.get("default"), special).think
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from tinyvllm.engine.beam import BeamState
 from tinyvllm.engine.output import ActiveRequest, RequestState
 from tinyvllm.errors import RequestError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import ALL_LOGPROBS, MAX_LOGPROB_ENTRIES, MAX_LOGPROBS, BeamSearchParams, RequestOptions, SamplingParams
 from tinyvllm.request.limits import brief
 from tinyvllm.text.tokenizer import Tokenizer

@@ -6,9 +6,10 @@ import ipaddress
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from tinyvllm.errors import ArgumentError, nearest
+from tinyvllm.lazy_dataclass import dataclass
 
 PUBLISHERS = ("zmq", "null")
 MAX_TEXT = 10_000  # characters of JSON

@@ -6,12 +6,12 @@ A layer with a state has no keys and values: its cache is a `StateCache`, in whi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tinygrad import Tensor, nn
 
 from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.models.llama import Llama, LlamaBlock, Rotations, rms
 from tinyvllm.models.projections import GatedWeights, LayerWeights, Product

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,6 +11,7 @@ from tinygrad import nn
 
 from tinyvllm.errors import ModelError
 from tinyvllm.foreign import quoted
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models import (
     deepseek,
     dots,

@@ -5,10 +5,9 @@ The projections of one product have the same input, so a loader may pack them in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tinygrad import Tensor
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.ops.head import Table
 from tinyvllm.ops.linear import Weight
 

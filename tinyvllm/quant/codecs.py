@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,8 +20,10 @@ from tinyvllm.quant import grid_codecs
 from tinyvllm.quant.bits import Bytes, Floats, bit_planes, fifth_bits, half, nibbles
 from tinyvllm.quant.formats import FLOATS, FORMATS, GROUPED
 from tinyvllm.quant.grouped import unpack_groups
-from tinyvllm.quant.quantizers import WRITERS, Importance
 from tinyvllm.quant.small_floats import READERS as SMALL_FLOAT_READERS
+
+if TYPE_CHECKING:
+    from tinyvllm.quant.quantizers import Importance
 
 # How numpy carries the float formats.
 NUMPY_DTYPES = {name: np.dtype("uint16" if name == "BF16" else FORMATS[name].dtype) for name in FLOATS}
@@ -44,6 +47,8 @@ def pack(name: str, values: np.ndarray, importance: Importance | None = None) ->
     """
     if name in _WRITERS:
         return _WRITERS[name](values)
+    from tinyvllm.quant.quantizers import WRITERS  # which few starts need
+
     if name not in WRITERS:
         raise FormatError(f"formats: {name} cannot be packed; writable are {', '.join([*_WRITERS, *WRITERS])}")
     return WRITERS[name](values, importance)

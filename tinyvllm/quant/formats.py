@@ -10,9 +10,10 @@ files, shapes, tensors or devices.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+from tinyvllm.lazy_dataclass import dataclass
 
 
 class Layout(StrEnum):

@@ -11,10 +11,10 @@ from __future__ import annotations
 import base64
 import functools
 import zlib
-from dataclasses import dataclass
 
 import numpy as np
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant.bits import Floats
 
 

@@ -8,8 +8,9 @@ file does without numpy, because configuration and the command line read it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant.formats import FORMATS, QUANTIZATIONS
 
 _Layers = Callable[[int, int], bool]  # (layer, number of layers)

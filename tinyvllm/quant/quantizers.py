@@ -8,10 +8,10 @@ weighted by them and by the size of the weight. The searches are in quant/search
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant.bits import Bytes, Floats, half_bytes, join_planes
 from tinyvllm.quant.formats import FORMATS
 from tinyvllm.quant.search import (

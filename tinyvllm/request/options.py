@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tinyvllm.errors import ArgumentError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request.adapter import SALT_MARK, Adapter
 from tinyvllm.request.limits import MAX_DEADLINE_MS, MAX_NAME, MAX_PRIORITY, brief
 

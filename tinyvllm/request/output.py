@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from tinyvllm.errors import TinyvllmError
+from tinyvllm.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinyvllm.errors import ArgumentError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request.limits import MAX_COUNT, MAX_LOGPROB_TOKEN_IDS, MAX_TOKEN_IDS, MAX_WORD_LENGTH, MAX_WORDS, MAX_WORDS_LENGTH, brief
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from tinyvllm.bridge import download, upload
 from tinyvllm.config import EngineConfig
 from tinyvllm.errors import FormatError, ModelError
 from tinyvllm.integers import round_up
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models.config import Transform
 from tinyvllm.models.families import find_family
 from tinyvllm.ops.lora import AdapterStack

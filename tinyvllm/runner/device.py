@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tinyvllm.backends.cpu.toolchain import compiler_command, processor
-from tinyvllm.backends.cuda.nvrtc import provide_nvrtc
 from tinyvllm.errors import ArgumentError, OutOfMemoryError
 from tinyvllm.host_memory import headroom, is_out_of_memory, require_start
 from tinyvllm.placement import Placement
@@ -73,6 +72,8 @@ def start_device(choice: str, cache: Path) -> str:
     device = choose_device(choice)
     placement = Placement(device)
     if placement.is_cuda and _cuda_devices():
+        from tinyvllm.backends.cuda.nvrtc import provide_nvrtc
+
         provide_nvrtc(cache)
     with _default_of_tinygrad(placement.kind):
         from tinyvllm.backends.registry import open_device

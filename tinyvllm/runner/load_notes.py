@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models.config import WeightRecipe
 from tinyvllm.quant.formats import FLOATS
 from tinyvllm.quant.mixes import NAMES, formats_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,6 +10,7 @@ from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.launch import run_now
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.registry import select, usable_variants
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.placement import Placement
 from tinyvllm.quant.codecs import NUMPY_DTYPES
 from tinyvllm.quant.formats import FLOATS

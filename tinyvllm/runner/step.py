@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 from tinygrad import Tensor
 
 from tinyvllm.bridge import Captured, Recorded
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.ops.advance import History
 from tinyvllm.runner.prepare import StepInputs
 from tinyvllm.scheduler import Scheduled

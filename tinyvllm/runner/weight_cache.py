@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import numpy as np
 
 from tinyvllm.backends.cpu.nodes import over_memory_nodes
 from tinyvllm.errors import ModelError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.storage.cache import CacheFolder, open_cache, replace_file
 from tinyvllm.storage.digests import sums
 from tinyvllm.storage.folders import Refusal, open_believed, reason_of, remove, warn_once

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 from tinygrad import Tensor, dtypes
 
 from tinyvllm.bridge import alias, copied, scatter_add
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.ops import sample as ops
 from tinyvllm.sampling.parameters import Column, SamplingFlags
 from tinyvllm.sampling.penalties import LogitBias, TokenCounts, TokenMasks

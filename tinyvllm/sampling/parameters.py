@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.ops.sample import TOP_P_ONE
 from tinyvllm.request import SamplingParams
 from tinyvllm.sampling.penalties import has_penalties, needs_mask

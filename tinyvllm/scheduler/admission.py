@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from tinyvllm.errors import BusyError, RequestError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler.prefixes import SequencePrefixes
 from tinyvllm.scheduler.queue import WaitingQueue, rank_of

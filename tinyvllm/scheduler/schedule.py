@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Row
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from tinyvllm.errors import ArgumentError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import Sequence
 from tinyvllm.windows import BlockGroups, Window
 

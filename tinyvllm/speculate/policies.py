@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
 from tinyvllm.errors import ArgumentError, nearest
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.sampling.divergence import log_softmax
 
 MAX_TOP_K = 1 << 16

@@ -13,10 +13,11 @@ import hashlib
 import os
 import threading
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from tinyvllm.config import cache_folder
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.storage.folders import Refusal, open_believed, reason_of, remove, require_private, temporary_folder, warn_once
 
 MAX_BYTES = 256 << 20  # of one file; the largest, a program that tinygrad generated, has about 1 MB

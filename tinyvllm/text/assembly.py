@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol
+
+from tinyvllm.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ Reads no vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from tinyvllm.errors import TokenizerError
 from tinyvllm.foreign import MAX_JSON_BYTES, parse_json, quoted, read_bounded
+from tinyvllm.lazy_dataclass import dataclass
 
 MAX_TOKEN_ID = 1 << 24  # exclusive; published vocabularies have up to 262,144 tokens
 MAX_TEMPLATE_BYTES = 256 << 10  # of a chat template; the largest published ones have 30 KB

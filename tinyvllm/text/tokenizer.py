@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from tinyvllm.errors import TokenizerError
 from tinyvllm.host_memory import native_call, require
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.text.assembly import Assembly, TextStream
 
 _CHECKED_CHARACTERS = 50_000

@@ -6,11 +6,11 @@ Finds and opens; converts nothing, and does not know what the model is. See safe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from tinyvllm.errors import ModelError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.weights.gguf import read_gguf, split_parts
 from tinyvllm.weights.language_part import language_description, language_tensors
 from tinyvllm.weights.mapping import Record, TensorRecord

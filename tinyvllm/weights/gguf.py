@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 
 from tinyvllm.errors import FormatError, ModelError
 from tinyvllm.foreign import MAX_TENSORS, quoted
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant.formats import FORMATS_BY_TYPE_ID, BlockFormat
 from tinyvllm.weights.mapping import TensorRecord, map_file
 

@@ -7,7 +7,6 @@ the entries that a model uses are read. Every length is checked against the file
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from tinyvllm.errors import FormatError, ModelError
 from tinyvllm.foreign import MAX_TENSORS, quoted
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.storage.digests import content_digest
 from tinyvllm.weights.gguf import read_gguf
 from tinyvllm.weights.mapping import TensorRecord, map_file

@@ -9,13 +9,13 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import numpy as np
 
 from tinyvllm.errors import FormatError, ModelError, OutOfMemoryError
+from tinyvllm.lazy_dataclass import dataclass
 
 HUGE_PAGE = 2 << 20
 ROW_STEP = 32  # rows of a built matrix: integers of any number of bits that are packed along the rows fill whole words

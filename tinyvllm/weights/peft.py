@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from tinyvllm.errors import FormatError, ModelError
 from tinyvllm.foreign import Fields, quoted
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant.codecs import unpack
 from tinyvllm.weights.mapping import TensorRecord, require_whole
 from tinyvllm.weights.safetensors import read_json_object, read_safetensors

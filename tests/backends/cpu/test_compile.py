@@ -13,7 +13,7 @@ from tinyvllm.backends import ahead
 from tinyvllm.backends.collecting import collecting_kernels
 from tinyvllm.backends.cpu import compile as module
 from tinyvllm.backends.cpu import launch
-from tinyvllm.backends.cpu.compile import object_code, object_code_of
+from tinyvllm.backends.cpu.compile import function_code, kernel_code
 from tinyvllm.backends.cpu.cores import Cores
 from tinyvllm.backends.cpu.toolchain import compiler_command
 from tinyvllm.backends.kernel import Kernel
@@ -47,68 +47,69 @@ def runs(monkeypatch):
 
 
 def test_the_same_text_is_found_on_disk(cache, runs):
-    first = object_code(copy())
+    first = kernel_code(copy())
     (path,) = cache.iterdir()
-    assert path.name.startswith("kv_copy_plain-") and path.suffix == ".o" and path.read_bytes().endswith(first)
-    assert object_code(copy()) == first and len(runs) == 1
+    assert path.name.startswith("kv_copy_plain-") and path.suffix == ".code" and path.read_bytes().endswith(first)
+    assert kernel_code(copy()) == first and len(runs) == 1
 
 
 @pytest.mark.parametrize("other", [copy(128), Kernel("kv_copy", "cpu", "plain", (("BLOCK_BYTES", 64), ("MORE", 1)), 1, 2)])
 def test_another_constant_is_another_object(cache, runs, other):
-    object_code(copy())
-    object_code(other)
+    kernel_code(copy())
+    kernel_code(other)
     assert len(runs) == len(list(cache.iterdir())) == 2
 
 
 def test_other_flags_make_another_object(cache, runs, monkeypatch):
-    object_code(copy())
+    kernel_code(copy())
     monkeypatch.setattr(module, "target_flags", lambda target: ("-O1",))
-    object_code(copy())
+    kernel_code(copy())
     monkeypatch.setattr(module.platform, "machine", lambda: "riscv64")
-    object_code(copy())
+    kernel_code(copy())
     assert len(runs) == len(list(cache.iterdir())) == 3
 
 
 def test_a_copied_folder_is_used_as_it_is_without_a_compiler(cache, runs, monkeypatch, tmp_path):
-    code = object_code(copy())
+    code = kernel_code(copy())
     shutil.copytree(cache.parent, tmp_path / "image" / "cache")  # as into a container: another path, other times
     monkeypatch.setenv("TINYVLLM_CACHE", str(tmp_path / "image" / "cache"))
     monkeypatch.setenv("CC", "/no/such/compiler")
-    assert object_code(copy()) == code and len(runs) == 1
+    assert kernel_code(copy()) == code and len(runs) == 1
 
 
 def test_what_does_not_compile_is_said_in_the_compilers_words(cache):
     with pytest.raises(KernelError, match="kv_copy_plain does not compile with .*:(.|\n)*error: .*nonsense"):
-        object_code(copy("nonsense"))
+        kernel_code(copy("nonsense"))
     assert list(cache.iterdir()) == [], "a failed compilation leaves no file that could pass for a result"
 
 
 def test_a_compiler_that_fails_without_a_word(cache, monkeypatch):
     monkeypatch.setenv("CC", "/bin/false")
     with pytest.raises(KernelError, match="kv_copy_plain does not compile with /bin/false"):
-        object_code(copy())
+        kernel_code(copy())
 
 
 def test_a_compiler_that_cannot_be_started(cache, monkeypatch):
     monkeypatch.setenv("CC", "/no/such/compiler")
     with pytest.raises(KernelError, match="kv_copy_plain cannot be compiled: /no/such/compiler: No such file.*CC names another"):
-        object_code(copy())
+        kernel_code(copy())
 
 
-def test_an_object_needs_nothing_and_begins_with_its_entry(cache):
+def test_an_object_needs_nothing_and_begins_with_its_entry(cache, monkeypatch):
     """What tinygrad's loader makes of it is code to jump to: it says so if a symbol is undefined."""
     from tinygrad.runtime.support.elf import elf_loader, jit_loader
 
-    code = object_code(copy())
+    monkeypatch.setattr(module, "load_object", lambda code: code)
+    code = kernel_code(copy())
     assert len(jit_loader(code)) > 0
     _, sections, _ = elf_loader(code)
     assert any(section.name == ".text" and section.header.sh_size for section in sections)
 
 
 def test_code_that_python_calls_is_loaded_from_memory(cache, runs):
-    code = object_code_of("thread_pool")
+    code = function_code("thread_pool")
     (path,) = cache.iterdir()
-    assert path.suffix == ".o" and object_code_of("thread_pool") == code and len(runs) == 1
+    assert path.suffix == ".code" and function_code("thread_pool") == code and len(runs) == 1
 
 
 def test_kernels_compile_ahead_at_the_same_time(cache, monkeypatch):
@@ -152,13 +153,13 @@ def test_processes_that_need_the_same_object_compile_it_once(cache, runs, monkey
     monkeypatch.setattr(module, "_compile", slow)
     monkeypatch.setattr(building.time, "sleep", lambda seconds: go.set())  # the second one waits now
     codes: list[bytes] = []
-    first = threading.Thread(target=lambda: codes.append(object_code(copy())))
+    first = threading.Thread(target=lambda: codes.append(kernel_code(copy())))
     first.start()
     assert compiling.wait(60)
-    codes.append(object_code(copy()))
+    codes.append(kernel_code(copy()))
     first.join(60)
     assert codes[0] == codes[1] and len(runs) == 1
-    assert [path.suffix for path in cache.iterdir()] == [".o"], "no lock file is left"
+    assert [path.suffix for path in cache.iterdir()] == [".code"], "no lock file is left"
 
 
 X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="of the intrinsics of x86-64")
@@ -180,7 +181,7 @@ def test_the_header_of_intrinsics_is_precompiled_once_for_many_kernels(cache, ru
     objects = [module._compiled(SUM.format(i), "sum", "avx2") for i in range(5)]
     assert len(runs) == 6 and [("-include-pch" in run) for run in runs] == [False, False, False, True, True, True]
     assert any("c-header" in run for run in runs[2:3])
-    plain = [module._run([*compiler_command(), *_flags("avx2")], SUM.format(i)).stdout for i in range(5)]
+    plain = [module.load_object(module._run([*compiler_command(), *_flags("avx2")], SUM.format(i)).stdout) for i in range(5)]
     assert objects == plain, "the same bits as without"
 
 

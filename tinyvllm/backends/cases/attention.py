@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from tinygrad import Tensor
 
@@ -12,6 +10,7 @@ from tinyvllm.backends.cases.inputs import FEW, GROUPS, MANY, PERIOD, QUERY_HEAD
 from tinyvllm.backends.cases.site import Site, cached_numbers, empty_batch, realized
 from tinyvllm.backends.cases.stores import slots_of, stored, unrotated
 from tinyvllm.batch import LayerCache
+from tinyvllm.lazy_dataclass import dataclass
 
 
 def kv_append(site: Site, case: Case) -> list[Arrays]:

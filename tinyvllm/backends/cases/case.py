@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from tinyvllm.backends.cases.inputs import GROUPS, QUERY_HEADS, S, numbers_of
 from tinyvllm.backends.limits import ShapeFacts
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant.formats import FORMATS, Layout
 from tinyvllm.quant.kv import KV_FORMATS
 

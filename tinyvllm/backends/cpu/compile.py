@@ -1,6 +1,8 @@
 """Compiles C kernels and keeps the result in the cache folder, by what it was made of: source, flags, target and processor architecture.
 
-The compiler is not part of the key. The flags leave it no freedom that changes results (no contraction, no fast math), so the object of
+What is kept is the machine code as it is loaded, not the object file: what reads object files takes 14 ms of a start to import.
+
+The compiler is not part of the key. The flags leave it no freedom that changes results (no contraction, no fast math), so the code of
 another compiler computes the same, and a copied cache folder works where there is no compiler at all. To have all compiled by
 another compiler, delete the folder `kernels`.
 """
@@ -17,13 +19,13 @@ import threading
 from tinyvllm.backends.cpu.toolchain import compiler_command, target_flags
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernel_source, kernel_text
-from tinyvllm.bridge import compile_clock
+from tinyvllm.bridge import compile_clock, load_object
 from tinyvllm.errors import KernelError, ToolchainError
 from tinyvllm.storage.building import kept_or_built
 from tinyvllm.storage.cache import open_cache
 from tinyvllm.storage.folders import reason_of, temporary_folder
 
-VERSION = 1  # of the objects in the cache folder: a change compiles all again
+VERSION = 2  # of the code in the cache folder: a change compiles all again
 _QUIET = ("-Wno-deprecated-non-prototype", "-Wno-pass-failed")
 _COMMON = ("-x", "c", "-O2", "-fPIC", "-fno-math-errno", "-fno-ident", "-fno-stack-protector", *_QUIET)
 # A kernel is freestanding: it is not linked with anything, so the compiler must not insert calls to memset or memcpy.
@@ -52,38 +54,38 @@ long entry(long f, long a, long b, long c, long d, long e) {{ return ((called){s
 """
 
 
-def object_code(kernel: Kernel) -> bytes:
-    """The object file of a CPU kernel. KernelError with the compiler's words where it does not compile."""
+def kernel_code(kernel: Kernel) -> bytes:
+    """The machine code of a CPU kernel, which begins with its entry. KernelError with the compiler's words where it does not compile."""
     return _compiled(kernel_text(kernel), kernel.name, kernel.target)
 
 
-def object_code_of(stem: str) -> bytes:
-    """The object file of `kernels/cpu/STEM.c` with the function STEM, of six integers, at its start: code that Python calls itself."""
+def function_code(stem: str) -> bytes:
+    """The machine code of `kernels/cpu/STEM.c` with the function STEM, of six integers, at its start: code that Python calls itself."""
     return _compiled(_ENTRY.format(stem=stem) + kernel_source("cpu", stem), stem, "plain")
 
 
 def prepare_compiler(target: str) -> None:
     """On the first start of a machine: what all its kernels wait for, in the background while the model is opened."""
     room = open_cache().room(_ROOM)
-    if target in _WITH_INTRINSICS and room is not None and not any(room.glob("*.o")):
+    if target in _WITH_INTRINSICS and room is not None and not any(room.glob("*.code")):
         threading.Thread(target=_prepare, args=(target,), name="tinyvllm-compile-header", daemon=True).start()
 
 
 def _prepare(target: str) -> None:
     with contextlib.suppress(KernelError, ToolchainError, OSError):  # the first kernel will say so
         _intrinsics.precompile(compiler_command(), (*_FLAGS, *target_flags(target)))
-        object_code_of("thread_pool")
+        function_code("thread_pool")
 
 
 def _compiled(text: str, name: str, target: str) -> bytes:
     flags = (*_FLAGS, *target_flags(target))
     key = "\0".join((text, *flags, sys.platform, platform.machine(), str(VERSION)))
-    place = f"{_ROOM}/{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.o"
+    place = f"{_ROOM}/{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.code"
     return kept_or_built(place, lambda: _compile(text, flags, name), compile_clock.compiling)
 
 
 def _compile(text: str, flags: tuple[str, ...], name: str) -> bytes:
-    """The compiler's object file, through a pipe: a full disk or a limit on files' sizes does not stop it."""
+    """The code that the compiler makes of a text, through a pipe: a full disk or a limit on files' sizes does not stop it."""
     compiler = compiler_command()
     try:
         precompiled = _intrinsics.flags(compiler, flags) if _INTRINSICS in text else ()
@@ -95,7 +97,7 @@ def _compile(text: str, flags: tuple[str, ...], name: str) -> bytes:
         raise ToolchainError(f"kernels: {name} cannot be compiled: {compiler[0]}: {reason_of(error)}; CC names another compiler") from error
     if done.returncode or not done.stdout:
         raise KernelError(f"kernels: {name} does not compile with {compiler[0]}: {_first_errors(done.stderr.decode(errors='replace'))}")
-    return done.stdout
+    return load_object(done.stdout)
 
 
 def _run(command: list[str], text: str, output: str = "-") -> subprocess.CompletedProcess[bytes]:

@@ -11,10 +11,10 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from tinyvllm.host_memory import control_group_folders
+from tinyvllm.lazy_dataclass import dataclass
 
 MAX_NODES = 1024  # memory nodes that a policy of Linux can name
 SLOW = 0.75  # of the fastest core's capacity: below that a core is left out

@@ -12,7 +12,7 @@ from tinygrad import Tensor, dtypes
 
 from tinyvllm.backends.ahead import CompileAhead
 from tinyvllm.backends.collecting import collects
-from tinyvllm.backends.cpu.compile import object_code
+from tinyvllm.backends.cpu.compile import kernel_code
 from tinyvllm.backends.cpu.threads import TEAM, thread_pool
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.bridge import (
@@ -20,12 +20,11 @@ from tinyvllm.bridge import (
     code_address,
     define_process_tensor,
     launch_program,
-    load_object,
     load_program,
     name_process_tensor,
 )
 
-_ahead: CompileAhead[Kernel] = CompileAhead(lambda: contextlib.nullcontext(object_code))
+_ahead: CompileAhead[Kernel] = CompileAhead(lambda: contextlib.nullcontext(kernel_code))
 _kept: list[np.ndarray] = []  # alive as long as the process: the tensors over them do not own them
 
 
@@ -42,7 +41,7 @@ def launch(kernel: Kernel, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> lis
 def machine_code(kernel: Kernel) -> bytes:
     """The kernel compiled, as tinygrad's runtime of the CPU takes it."""
     ahead = _ahead.result(kernel)
-    return load_object(object_code(kernel) if ahead is None else ahead)
+    return kernel_code(kernel) if ahead is None else ahead
 
 
 def compile_ahead(kernels: Iterable[Kernel]) -> None:

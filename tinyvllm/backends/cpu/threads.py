@@ -17,9 +17,9 @@ import time
 
 import numpy as np
 
-from tinyvllm.backends.cpu.compile import object_code_of
+from tinyvllm.backends.cpu.compile import function_code
 from tinyvllm.backends.cpu.cores import cores
-from tinyvllm.bridge import code_address, load_object, load_program
+from tinyvllm.bridge import code_address, load_program
 from tinyvllm.config import environment
 from tinyvllm.errors import OutOfMemoryError
 
@@ -36,7 +36,7 @@ class ThreadPool:
 
     def __init__(self, num_threads: int):
         self.num_threads = num_threads
-        self._program = load_program("CPU", "thread_pool", load_object(object_code_of("thread_pool")))  # it holds the code
+        self._program = load_program("CPU", "thread_pool", function_code("thread_pool"))  # it holds the code
         self._call = _SIGNATURE(code_address(self._program))
         self._reset()
 

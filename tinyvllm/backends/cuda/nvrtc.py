@@ -15,13 +15,13 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernel_text
 from tinyvllm.errors import KernelError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.storage.building import kept_or_built
 from tinyvllm.storage.cache import open_cache
 from tinyvllm.storage.folders import reason_of, remove, warn_once

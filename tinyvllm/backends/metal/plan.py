@@ -6,12 +6,11 @@ depends. None of the choices has been measured on a Mac.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tinyvllm.backends.kernel import Constant, Kernel
 from tinyvllm.backends.shapes import Attention, Heads, Product, cached_bytes
 from tinyvllm.batch import NO_SLOT
 from tinyvllm.integers import ceil_div
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant.layouts import row_bytes
 
 BASE = "apple7"  # the variant that all kernels have

@@ -8,7 +8,8 @@ launch that failed in the middle, words are left that a later launch would take 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+
+from tinyvllm.lazy_dataclass import dataclass
 
 FAULT = 1  # the word, of 32 bits
 

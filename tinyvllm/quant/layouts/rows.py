@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from tinygrad import Tensor
 
 from tinyvllm.errors import ModelError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant.codecs import NUMPY_DTYPES, bf16_to_f32, f32_to_bf16, pack, unpack
 from tinyvllm.quant.formats import FLOATS, FORMATS, QUANTIZATIONS
 from tinyvllm.quant.layouts.fields import spans, unit_bytes, weights
-from tinyvllm.quant.quantizers import row_importance
 
 PANEL = 16  # rows of a panel and of a tile
 BLOCK = 32  # columns that kernels read at a time
@@ -50,6 +48,8 @@ def quantize_rows(format: str, rows: np.ndarray, importance: np.ndarray | None =
 
     `importance`, float32 [I], weighs the columns' errors.
     """
+    from tinyvllm.quant.quantizers import row_importance  # which few starts need
+
     known = FORMATS[format]
     if not known.quantization:
         raise ModelError(f"weight: rows are quantized to {' or '.join(QUANTIZATIONS)}, not to {format}")

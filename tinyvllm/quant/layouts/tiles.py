@@ -21,11 +21,10 @@ writes them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from tinygrad import Tensor
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant.codecs import unpack
 from tinyvllm.quant.formats import FORMATS, Field
 from tinyvllm.quant.layouts.fields import spans

@@ -16,7 +16,9 @@ import re
 import secrets
 import string
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
+
+from tinyvllm.lazy_dataclass import dataclass
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"  # harmony's (harmony.py)
 ENDS = ("<|end|>", "<|call|>", "<|return|>")

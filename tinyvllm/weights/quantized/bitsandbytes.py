@@ -16,13 +16,13 @@ here all of x has 8 bits, in blocks of 32.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
 from tinyvllm.errors import ModelError
 from tinyvllm.foreign import Fields, parse_json, quoted
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant.formats import FORMATS
 from tinyvllm.weights.mapping import BuiltRecord, Record, TensorRecord
 from tinyvllm.weights.quantized.checks import MAX_GROUP, part, refuse, require_rank, require_shape, stems

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tinyvllm.errors import ModelError
 from tinyvllm.foreign import quoted
+from tinyvllm.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True)

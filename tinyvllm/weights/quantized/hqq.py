@@ -10,12 +10,12 @@ X.nbits, X.group_size, X.axis, X.shape, ...   the settings of the module; missin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
 from tinyvllm.errors import ModelError
 from tinyvllm.foreign import Fields, quoted
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.weights.mapping import BuiltRecord, Record, TensorRecord
 from tinyvllm.weights.quantized.checks import MAX_GROUP, own_tensors, part, refuse, require_rank
 from tinyvllm.weights.quantized.integers import Integers, Rows, equal_groups, float32_of, floats_of

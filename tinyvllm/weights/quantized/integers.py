@@ -7,11 +7,11 @@ without a change, and builds its rows. Offsets of integer zero points, -scale * 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from tinyvllm.foreign import quoted
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant.codecs import NUMPY_DTYPES, unpack
 from tinyvllm.quant.formats import FORMATS, grouped_format
 from tinyvllm.quant.grouped import pack_groups
