@@ -9,29 +9,20 @@
 //
 // O % 16 == 0, T O <= PLACE. Parts are added in the tree of slices.h, then bias and residual as matmul.c adds them. A row is a unit of work.
 // The place of one rank is read by all others from its core's cache; no rank writes where another does.
-#include "lanes.h"
-#include "meeting.h"
+#include "rank_sums.h"
 
 #include "arguments.h"  // the last one
 
-#define UNIT_COLUMNS 512  // a row of one decode is shared by the threads, too
 #define UNITS ((O + UNIT_COLUMNS - 1) / UNIT_COLUMNS)
-
-static inline v16 sum_of_ranks(const float *places, long at);
 
 static void all_reduce(float *out, uint8_t *shared, const float *part, BIAS_ARGUMENT RESIDUAL_ARGUMENT const int32_t *rows,
                        const struct thread_team *team) {
   struct meeting *meeting = (struct meeting *)shared;
   const unsigned turn = turn_of(meeting);
-  float *places = (float *)(shared + MEETING_BYTES) + (long)(turn % 2) * WORLD * PLACE, *own = places + (long)RANK * PLACE;
-  const int units = rows[0] * UNITS;
-  for (int unit = next_unit(team); unit < units; unit = next_unit(team)) {
-    const int first = unit % UNITS * UNIT_COLUMNS, end = first + UNIT_COLUMNS < O ? first + UNIT_COLUMNS : O;
-    for (long at = (long)(unit / UNITS) * O + first; at < (long)(unit / UNITS) * O + end; at += 16)
-      v16_store(own + at, v16_load(part + at));
-  }
+  float *places = places_of(shared, turn);
+  write_sums(places, part, (long)rows[0] * O, team);
   meet(meeting, turn, team);
-  for (int unit = next_unit(team); unit < units; unit = next_unit(team)) {
+  for (int unit = next_unit(team); unit < rows[0] * UNITS; unit = next_unit(team)) {
     const int first = unit % UNITS * UNIT_COLUMNS, end = first + UNIT_COLUMNS < O ? first + UNIT_COLUMNS : O;
     for (int o = first; o < end; o += 16) {
       const long at = (long)(unit / UNITS) * O + o;
@@ -40,12 +31,4 @@ static void all_reduce(float *out, uint8_t *shared, const float *part, BIAS_ARGU
       v16_store(out + at, RESIDUAL ? v16_add(y, v16_load(residual + at)) : y);
     }
   }
-}
-
-static inline v16 sum_of_ranks(const float *places, long at) {
-  v16 sums[WORLD];
-  UNROLL for (int r = 0; r < WORLD; r++) sums[r] = v16_load(places + (long)r * PLACE + at);
-  UNROLL for (int apart = 1; apart < WORLD; apart *= 2) UNROLL for (int r = 0; r < WORLD; r += 2 * apart) sums[r] =
-      v16_add(sums[r], sums[r + apart]);
-  return sums[0];
 }

@@ -1,21 +1,31 @@
 // out = residual + the sum over a row's C experts of share * (h . weight^T + bias) with the expert's weights, c ascending: the second half of a
 // mixture of experts
 //
-//   out       [T, E] float32    does not alias h or residual
+//   out       [T, E] float32    does not alias h or residual; not if PARTIAL
 //   outputs   [T C, E] float32  of each pair (experts.h), not yet times its share
 //   scratch   PREPARED_BYTES(F) (product.h) for every pair, T C rounded up to a multiple of 16, and TILE_ROWS times for each of 64 threads (experts.h)
 //   h         [T C, F] float32  of pair t C + c
 //   weight    panels (format.h) of all experts [X E, F]
 //   bias      [X E] float32, if BIAS
-//   shares    [T, C] float32
+//   shares    [T, C] float32, if not PARTIAL
 //   order, tasks                experts.h
 //   residual  [T, E] float32, if RESIDUAL
 //   rows      [1] int32         how many rows there are, 0 to T; further rows of out are unchanged
 //
-// F % 32 == 0, E % 16 == 0. The columns of a product are added in a tree over all 8 slices (slices.h), as in matmul.
+// F % 32 == 0, E % 16 == 0. The columns of a product are added in a tree over all 8 slices (slices.h), as in matmul. If SLICES is defined, the
+// columns are those of a rank, and the result is PARTIAL: only `outputs`, without bias, which experts_all_reduce.c adds.
 // A pair to prepare is a unit of work, then a task with a run of pairs of panels, then COLUMNS outputs of a row.
 #define I F
+#ifdef SLICES
+#define PARTIAL 1
+#define OUT_ARGUMENT
+#define SHARES_ARGUMENT
+#else
 #define SLICES 8
+#define PARTIAL 0
+#define OUT_ARGUMENT float *out,
+#define SHARES_ARGUMENT const float *shares,
+#endif
 #ifndef BIAS
 #define BIAS 0
 #endif
@@ -30,8 +40,8 @@ static inline void multiply_task(float *outputs, const uint8_t *weight, const fl
                                  const uint8_t *prepared, const int32_t *order, int count, uint8_t *area);
 static inline void add_up(float *out, const float *outputs, const float *shares, const float *residuals, int from);
 
-static void experts_down(float *out, float *outputs, void *scratch, const float *h, const void *weight, BIAS_ARGUMENT const float *shares,
-                         const int32_t *order, const int32_t *tasks, RESIDUAL_ARGUMENT const int32_t *rows,
+static void experts_down(OUT_ARGUMENT float *outputs, void *scratch, const float *h, const void *weight,
+                         BIAS_ARGUMENT SHARES_ARGUMENT const int32_t *order, const int32_t *tasks, RESIDUAL_ARGUMENT const int32_t *rows,
                          const struct thread_team *team) {
   const int count = rows[0] * C, pairs = (PANELS + 1) / 2;
   uint8_t *prepared = scratch, *area = prepared + ((count + 15) / 16 * 16 + (long)team->thread * TILE_ROWS) * PREPARED;
@@ -51,6 +61,7 @@ static void experts_down(float *out, float *outputs, void *scratch, const float 
     multiply_task(outputs, own, bias + (BIAS ? (long)task.expert * E : 0), first, end, next_panel, prepared, order + task.first,
                   task.end - task.first, area);
   }
+#if !PARTIAL
   barrier(team);
 
   const int cuts = (E + COLUMNS - 1) / COLUMNS;
@@ -58,6 +69,7 @@ static void experts_down(float *out, float *outputs, void *scratch, const float 
     const long t = unit / cuts;
     add_up(out + t * E, outputs + t * C * E, shares + t * C, RESIDUAL ? residual + t * E : 0, unit % cuts * COLUMNS);
   }
+#endif
 }
 
 // Sixteen outputs of a pair from output `o` on.

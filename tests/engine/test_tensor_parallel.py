@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -13,8 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.engine.test_kernels import kernels
+from tests.tiny.small_floats import experts_in_mxfp4
+from tests.tiny.to_gguf import read_folder, write_gguf
+from tests.tiny.wide import with_wide_experts
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import DEFAULT_MODEL
 from tinyvllm.distributed import ranks
@@ -61,22 +66,24 @@ def test_ranks_have_the_bits_of_one_process(size: int, quantization: str | None)
 
 UNDIVIDED = {
     **dict.fromkeys(("deepseek2", "deepseek2-groups", "deepseek3", "glm4moelite"), "multi-head latent attention"),
-    **dict.fromkeys(("dots1", "ernie4.5moe", "glm4moe", "gpt-oss", "gpt-oss-clamped", "granitemoe", "mixtral"), "experts"),
-    **dict.fromkeys(("olmoe", "qwen2moe", "qwen3moe", "qwen3moe-mixed"), "experts"),
+    **dict.fromkeys(("qwen3next", "qwen3.5", "qwen3.5moe"), "recurrent states"),
     "gemma2": "norms of outputs",
     "gemma3": "norms of outputs",
     "glm4": "norms of outputs",
     "gpt2": "learned positions",
     "granite": "a scaled residual stream",
     "granite4": "a scaled residual stream",
+    "granitemoe": "a scaled residual stream",
     "olmo2": "norms of q and k over all heads",
     "olmo3": "norms of q and k over all heads",
+    "olmoe": "norms of q and k over all heads",
 }
+EXPERTS = ("dots1", "ernie4.5moe", "glm4moe", "gpt-oss", "gpt-oss-clamped", "mixtral", "qwen2moe", "qwen3moe", "qwen3moe-mixed")
 
 
-def family_answers(name: str, size: int) -> list[Any]:
+def family_answers(model: Path, size: int, **more: Any) -> list[Any]:
     options = {"max_model_len": 128, "max_num_seqs": 2, "num_blocks": 32, "max_num_batched_tokens": 48, "skip_tokenizer_init": True}
-    with LLM(GOLDEN / name, device="CPU", tensor_parallel_size=size, **options) as llm:
+    with LLM(model, device="CPU", tensor_parallel_size=size, **options | more) as llm:
         prompts = [{"prompt_token_ids": [*range(5, 75)]}, {"prompt_token_ids": [7, 9, 11]}]
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=2))
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
@@ -84,12 +91,67 @@ def family_answers(name: str, size: int) -> list[Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir() if path.is_dir()))
-def test_a_family_has_the_bits_of_one_process_or_is_refused(name: str) -> None:
+def test_a_family_has_the_bits_of_one_process_or_is_refused(name: str, tmp_path: Path) -> None:
     if name in UNDIVIDED:
-        with pytest.raises(ModelError, match=f"models with {UNDIVIDED[name]} are not divided yet"):
-            family_answers(name, 2)
-    else:
-        assert family_answers(name, 2) == family_answers(name, 1)
+        with pytest.raises(ModelError, match=rf"models with {UNDIVIDED[name]}.* are not divided yet"):
+            family_answers(GOLDEN / name, 2)
+        return
+    model = with_wide_experts(name, tmp_path / name) if name in EXPERTS else GOLDEN / name
+    assert family_answers(model, 2) == family_answers(model, 1)
+
+
+def test_experts_have_the_bits_of_one_process(tmp_path: Path) -> None:
+    """Of a model with dense layers, and a shared expert with a gate; each expert has tensors of its own in the file."""
+    model = with_wide_experts("qwen2moe", tmp_path / "model")
+    assert family_answers(model, 2, dtype="bfloat16") == family_answers(model, 1, dtype="bfloat16")
+
+
+def wide_description(name: str, folder: Path) -> Path:
+    """The description alone, of a model whose matrices 8 ranks can divide: 768 features are 3 blocks of Q4_K, which slices cut."""
+    widths = {"hidden_size": 256, "head_dim": 32, "num_attention_heads": 8, "num_key_value_heads": 4}
+    widths |= {"intermediate_size": 768, "moe_intermediate_size": 768, "shared_expert_intermediate_size": 512}
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | {key: width for key, width in widths.items() if key in config}))
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "size", "quantization"),
+    [
+        *(("qwen2moe", 2, quantization) for quantization in ("q4_k_m", "q8_0", "iq4_nl", "q6_k")),
+        ("qwen3moe", 4, "q4_k"),
+        ("qwen3moe", 8, "q8_0"),
+        ("gpt-oss", 4, "mxfp4"),
+        ("mixtral", 8, None),
+    ],
+)
+def test_experts_of_any_format_among_any_ranks(name: str, size: int, quantization: str | None, tmp_path: Path) -> None:
+    options = {"load_format": "dummy", "quantization": quantization, "dtype": "bfloat16"}
+    model = wide_description(name, tmp_path / "model")
+    assert family_answers(model, size, **options) == family_answers(model, 1, **options)
+
+
+@pytest.mark.long
+def test_experts_in_mxfp4_as_published(tmp_path: Path) -> None:
+    """With sinks, and biases of all products: a rank has those of its heads and features."""
+    model = with_wide_experts("gpt-oss", tmp_path / "model")
+    packed, _ = experts_in_mxfp4(read_folder(model), np.random.default_rng(3))
+    save_file({name: np.ascontiguousarray(value) for name, value in packed.items()}, model / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (model / "config.json").write_text(json.dumps(config))
+    assert family_answers(model, 2) == family_answers(model, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_experts_of_a_gguf_file(kind: str, tmp_path: Path) -> None:
+    """All experts of a layer are one tensor, of which a rank takes some rows, or columns, of each."""
+    folder, path = with_wide_experts("qwen3moe", tmp_path / "model"), tmp_path / "model.gguf"
+    write_gguf(folder, path, "qwen3moe", kind)
+    assert family_answers(path, 2) == family_answers(path, 1)
 
 
 def start(llm: LLM) -> list[int]:
@@ -195,7 +257,9 @@ def test_what_cannot_be_divided_is_refused_by_name() -> None:
     with pytest.raises(KernelError, match="TINYVLLM_KERNELS"), kernels("ref"):
         open_ranks(2)
     with pytest.raises(ModelError, match="models with norms of outputs are not divided yet"):
-        family_answers("gemma2", 2)
+        family_answers(GOLDEN / "gemma2", 2)
+    with pytest.raises(ModelError, match="32 features of blk.0.ffn_gate_exps.weight .* in BF16, and 2 ranks would need 64"):
+        family_answers(GOLDEN / "qwen3moe", 2)
 
 
 def test_what_needs_hidden_states_is_refused() -> None:

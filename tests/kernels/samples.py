@@ -119,6 +119,14 @@ def all_reduce(target: str, T: int = 5, O: int = 544) -> Call:
     return kernel("all_reduce", target, 2, arrays, O=O, WORLD=2, RANK=0, PLACE=T * O, BIAS=1, RESIDUAL=1)
 
 
+def experts_all_reduce(target: str, T: int = 5, E: int = 544, C: int = 2) -> Call:
+    """Two rows at a time: the ranks meet three times."""
+    place, chosen = 2 * C * E, int32(*([0, 2] * T)).reshape(T, C)
+    ins = [floats(T * C, E), floats(3 * E), floats(T, C), chosen, floats(T, E), int32(T)]
+    sizes = {"E": E, "C": C, "WORLD": 2, "RANK": 0, "PLACE": place, "BIAS": 1, "RESIDUAL": 1}
+    return kernel("experts_all_reduce", target, 2, [blank(T, E), shared_by_two(place, 0), *ins], **sizes)
+
+
 def gather_logits(target: str, N: int = 3, V: int = 75, columns: int = 48) -> Call:
     arrays = [blank(N, V), shared_by_two(16, N * V), floats(N, columns), int32(N)]
     return kernel("gather_logits", target, 2, arrays, V=V, COLUMNS=columns, FIRST=0, WORLD=2, RANK=0, PLACE=16, LOGITS=N * V)
@@ -186,6 +194,14 @@ def experts_down(weight: str, target: str, T: int = 5, F: int = 64, E: int = 48)
     ins = [floats(T * 2, F), panels(weight, 3 * E, F), floats(T, 2), ORDER, TASKS, floats(T, E), int32(T)]
     arrays = [blank(T, E), blank(T * 2, E), gathering(weight, target, T * 2, F), *ins]
     return kernel("experts_down", target, 3, arrays, E=E, F=F, X=3, C=2, WEIGHT=weight, RESIDUAL=1)
+
+
+def experts_down_of_a_rank(target: str, T: int = 5, F: int = 128, E: int = 48) -> Call:
+    """Four slices, which begin within a block of 256."""
+    ins = [floats(T * 2, F), panels("Q4_K", 3 * E, 256), ORDER, TASKS, int32(T)]
+    arrays = [blank(T * 2, E), gathering("Q4_K", target, T * 2, 256), *ins]
+    slices = {"SLICES": 4, "FIRST_SLICE": 4, "ALL_I": 256, "BEFORE": 128, "RESIDUAL": 0}
+    return kernel("experts_down", target, 2, arrays, E=E, F=F, X=3, C=2, WEIGHT="Q4_K", **slices)
 
 
 def experts_with_biases(stem: str, target: str) -> Call:
@@ -338,7 +354,7 @@ POLICIES: dict[str, dict[str, int | float | str]] = {  # what some families diff
 
 def _samples() -> dict[str, Callable[[str], Call]]:
     samples: dict[str, Callable[[str], Call]] = {"kv_copy": kv_copy, "advance": advance, "read": read, "sample": sample}
-    samples["norm_route"] = norm_route
+    samples |= {"norm_route": norm_route, "experts_down of a rank": experts_down_of_a_rank, "experts_all_reduce": experts_all_reduce}
     samples |= {"all_reduce": all_reduce, "gather_logits": gather_logits, "own_rows": own_rows, "gather_rows": gather_rows}
     samples["sample greedy"] = functools.partial(sample, SAMPLED=0)
     for weight in BYTES:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
 from tests.kernels.calling import aligned, call
 from tests.kernels.test_products import FORMATS, FUSED_TOLERANCE, TARGETS, close, normed, numbers, one, pack, poison, prepared
+from tests.kernels.test_slices import panels_of, sliced_panels
 from tinyvllm.backends.cases.experts import is_listed
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.quant.random_rows import packable_width
+from tinyvllm.distributed.memory import HEADER
+from tinyvllm.quant.random_rows import packable_width, random_rows
+from tinyvllm.quant.slices import ALL_SLICES
 
 X, C, EPS = 5, 3, 1e-5
 MOST_TASKS = 600
@@ -20,6 +25,7 @@ FORMATS_AND_TARGETS = [pytest.param(f, TARGETS[0], marks=() if f in OFTEN else p
 OTHERS = [(("BF16", "Q4_0")[i % 2], target) for i, target in enumerate(TARGETS[1:])]
 OF_ALL_TARGETS = [("BF16", TARGETS[0]), ("Q4_K", TARGETS[0]), *OTHERS]
 FORMATS_AND_TARGETS += OTHERS
+FORMATS_AND_ALL = [*((format, TARGETS[0]) for format in FORMATS), *OTHERS]
 
 
 def integers(*shape: int) -> np.ndarray:
@@ -185,6 +191,55 @@ def test_an_expert_has_the_bits_of_a_dense_layer(format: str, target: str) -> No
     shares = np.tile(np.array([1, 0, 0], np.float32), (T, 1))
     got = down(np.repeat(h, C, axis=0), panels, format, outputs, shares, chosen, None, target)
     assert (got.view(np.uint32) == dense.view(np.uint32)).all()
+
+
+def ranks_down(
+    rows: np.ndarray, format: str, h: np.ndarray, biases: np.ndarray, shares: np.ndarray, chosen: np.ndarray, residual: np.ndarray,
+    target: str, world: int, at_once: int,
+) -> list[np.ndarray]:  # fmt: skip
+    """What each of `world` ranks makes of its columns of the weights and of h; they exchange the sums of `at_once` rows at a time."""
+    (T, E), F, place = residual.shape, h.shape[1], at_once * C * residual.shape[1]
+    shared, outs, count = aligned((HEADER + 8 * world * place,), np.uint8, 0), [poison(T, E) for _ in range(world)], ALL_SLICES // world
+
+    def run(rank: int) -> None:
+        sliced, columns, panels = sliced_panels(F, format, rows, rank * count, count)
+        sizes, part = (("E", E), ("C", C), ("RESIDUAL", 0)), poison(T * C, E)
+        own = [np.ascontiguousarray(h[:, columns]), panels, *grouped(chosen), one(T)]
+        down = Kernel("experts_down", "cpu", target, (*sizes, ("F", own[0].shape[1]), ("X", X), ("WEIGHT", format), *sliced), 2, 5)
+        call(down, part, scratch(T * C, F), *own)
+        meeting = (("WORLD", world), ("RANK", rank), ("PLACE", place), ("BIAS", 1), ("RESIDUAL", 1))
+        ins = [part, biases, shares, chosen.astype(np.int32), residual, one(T)]
+        call(Kernel("experts_all_reduce", "cpu", target, (*sizes[:2], *meeting), 2, 6), outs[rank], shared, *ins)
+
+    workers = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return outs
+
+
+@pytest.mark.parametrize(
+    ("format", "target", "world"),
+    [
+        ("BF16", TARGETS[0], 2),
+        ("Q4_K", TARGETS[0], 4),
+        *(pytest.param(format, target, 2, marks=pytest.mark.long) for format, target in FORMATS_AND_ALL),
+    ],
+)
+def test_ranks_that_divide_the_columns_have_the_bits_of_one_process(format: str, target: str, world: int) -> None:
+    """Of 11 units of columns, whose slices are uneven."""
+    F, E, T = packable_width(format, 352), 80, 7
+    rows, h, biases = random_rows(format, X * E, F), numbers(T * C, F), numbers(X * E)
+    shares, chosen, residual = numbers(T, C), choices(T), numbers(T, E)
+    panels, defines = panels_of(format, rows), (("E", E), ("F", F), ("X", X), ("C", C), ("WEIGHT", format), ("RESIDUAL", 1), ("BIAS", 1))
+    want = poison(T, E)
+    arrays = [want, poison(T * C, E), scratch(T * C, F), h, panels, biases, shares, *grouped(chosen), residual, one(T)]
+    call(Kernel("experts_down", "cpu", target, defines, 3, 8), *arrays)
+    assert np.isfinite(want).all() and np.ptp(want) > 0
+    for at_once in (T, 2):
+        for rank, got in enumerate(ranks_down(rows, format, h, biases, shares, chosen, residual, target, world, at_once)):
+            assert (got.view(np.uint32) == want.view(np.uint32)).all(), f"rank {rank}, {at_once} rows at a time"
 
 
 def own_panels(panels: np.ndarray, matrices: int, which: int) -> np.ndarray:

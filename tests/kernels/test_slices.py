@@ -23,13 +23,18 @@ def panels_of(format: str, rows: np.ndarray) -> np.ndarray:
     return panels
 
 
-def kernel_of(I: int, format: str, target: str, rows: np.ndarray, first: int, count: int) -> tuple[Kernel, slice, np.ndarray]:
+def sliced_panels(I: int, format: str, rows: np.ndarray, first: int, count: int) -> tuple[tuple[tuple[str, int], ...], slice, np.ndarray]:
+    """Constants, columns and panels of some slices of a matrix."""
     columns, step = slice_columns(format, I, first, count), max(BLOCK, TABLE[format].elements)
     start, end = columns.start // step * step, -(-columns.stop // step) * step  # blocks are not cut
     nbytes = rows.shape[1] * step // I
     panels = panels_of(format, rows[:, start // step * nbytes : end // step * nbytes])
+    return (("SLICES", count), ("FIRST_SLICE", first), ("ALL_I", I), ("BEFORE", columns.start - start)), columns, panels
+
+
+def kernel_of(I: int, format: str, target: str, rows: np.ndarray, first: int, count: int) -> tuple[Kernel, slice, np.ndarray]:
+    sliced, columns, panels = sliced_panels(I, format, rows, first, count)
     defines = (("I", columns.stop - columns.start), ("O", O), ("WEIGHT", format), ("BIAS", 0), ("RESIDUAL", 0), ("ACTIVATION", 0))
-    sliced = (("SLICES", count), ("FIRST_SLICE", first), ("ALL_I", I), ("BEFORE", columns.start - start))
     return Kernel("matmul", "cpu", target, defines + sliced, 2, 3), columns, panels
 
 

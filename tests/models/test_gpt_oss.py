@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.models.test_parity import GOLDEN, TOLERANCE, open_model, read_golden
-from tests.tiny.small_floats import mxfp4
+from tests.tiny.small_floats import experts_in_mxfp4
 from tests.tiny.to_gguf import read_folder
 from tinyvllm import LLM
 from tinyvllm.errors import ModelError
@@ -26,14 +26,7 @@ def write(folder: Path, tensors: dict[str, np.ndarray], **changes: object) -> Pa
 
 
 def test_experts_in_mxfp4_are_those_of_their_floats(tmp_path: Path) -> None:
-    random, floats = np.random.default_rng(3), read_folder(GOLDEN / "gpt-oss")
-    packed = dict(floats)
-    for name in [name for name in floats if name.endswith(("gate_up_proj", "down_proj"))]:
-        X, I, O = packed.pop(name).shape
-        stored, dense = mxfp4(mlx=False)(random, X * O, I)
-        packed[f"{name}_blocks"] = stored["weight_packed"].reshape(X, O, I // 32, 16)
-        packed[f"{name}_scales"] = stored["weight_scale"].reshape(X, O, I // 32)
-        floats[name] = dense.reshape(X, O, I).swapaxes(1, 2).astype(np.float32)
+    packed, floats = experts_in_mxfp4(read_folder(GOLDEN / "gpt-oss"), np.random.default_rng(3))
     settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     prompt = read_golden("gpt-oss")[0]
     want = open_model(write(tmp_path / "floats", floats)).prompt_logits(prompt.ids)

@@ -85,6 +85,18 @@ def mxfp4(mlx: bool) -> Quantize:
     return quantize
 
 
+def experts_in_mxfp4(floats: Stored, rng: np.random.Generator) -> tuple[Stored, Stored]:
+    """gpt-oss's tensors [X, I, O] with random experts as published, in blocks of rows [X, O, I], and the same experts in float32."""
+    packed, dense = dict(floats), dict(floats)
+    for name in [name for name in floats if name.endswith(("gate_up_proj", "down_proj"))]:
+        X, I, O = packed.pop(name).shape
+        stored, values = mxfp4(mlx=False)(rng, X * O, I)
+        packed[f"{name}_blocks"] = stored["weight_packed"].reshape(X, O, I // 32, 16)
+        packed[f"{name}_scales"] = stored["weight_scale"].reshape(X, O, I // 32)
+        dense[name] = values.reshape(X, O, I).swapaxes(1, 2).astype(np.float32)
+    return packed, dense
+
+
 def nvfp4(mlx: bool, divisor: float = 4096.0) -> Quantize:
     def quantize(rng: np.random.Generator, O: int, I: int) -> tuple[Stored, np.ndarray]:
         codes, scales = (

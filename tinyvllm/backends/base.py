@@ -157,7 +157,15 @@ class Backend(Protocol):
     def experts_down(
         self, variant: str, h: Tensor, weight: KernelWeight, routing: Routing, rows: Tensor, experts: int, residual: Tensor | None,
         bias: Tensor | None = None,
-    ) -> Tensor: ...  # fmt: skip
+    ) -> Tensor:  # fmt: skip
+        """[T, E]; of a rank's columns the outputs of each pair, [T * C, E], without shares."""
+        ...
+
+    def experts_all_reduce(
+        self, variant: str, part: Tensor, group: RankGroup, routing: Routing, rows: Tensor, residual: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        """[T, E]: the sum over a row's experts of share * (all ranks' parts [T * C, E] + bias [X E]), plus residual."""
+        ...
 
     def norm_head(
         self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor,

@@ -26,7 +26,7 @@ from tinyvllm.batch import Batch, LayerCache, StateCache
 from tinyvllm.integers import ceil_div
 from tinyvllm.placement import Placement, RankGroup
 from tinyvllm.quant.formats import Layout
-from tinyvllm.quant.layouts import RowSource
+from tinyvllm.quant.layouts import PackedWeight, RowSource
 from tinyvllm.quant.slices import RowShare
 
 
@@ -140,7 +140,13 @@ class Outline:
         self, variant: str, h: Tensor, weight: KernelWeight, routing: Routing, rows: Tensor, experts: int, residual: Tensor | None,
         bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        return empty(h, int(routing.chosen.shape[0]), weight.O // experts)
+        divided = isinstance(weight, PackedWeight) and weight.share is not None
+        return empty(h, int(routing.chosen.numel() if divided else routing.chosen.shape[0]), weight.O // experts)
+
+    def experts_all_reduce(
+        self, variant: str, part: Tensor, group: RankGroup, routing: Routing, rows: Tensor, residual: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        return empty(part, int(routing.chosen.shape[0]), int(part.shape[1]))
 
     def norm_head(
         self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor,

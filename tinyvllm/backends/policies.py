@@ -8,6 +8,7 @@ from tinyvllm.backends.buffers import constant
 from tinyvllm.backends.kernel import Constant
 from tinyvllm.backends.operands import GateClamp, RoutingPolicy
 from tinyvllm.placement import RankGroup
+from tinyvllm.quant.slices import ColumnShare
 
 
 def row_scale(scale: float) -> dict[str, Constant]:
@@ -66,6 +67,13 @@ def row_bias(bias: Tensor | None) -> dict[str, Constant]:
 def latent(features: int) -> dict[str, Constant]:
     """Of a cache: the first `features` of a key are also the value, if there are any."""
     return {"LATENT": features} if features else {}
+
+
+def slices(share: ColumnShare | None) -> dict[str, Constant]:
+    """Of a product of which a rank has some columns: what kernels/cpu/include/slices.h wants to know of them."""
+    if share is None:
+        return {}
+    return {"SLICES": share.count, "FIRST_SLICE": share.first, "ALL_I": share.all_columns, "BEFORE": share.before}
 
 
 def ranks(group: RankGroup | None) -> dict[str, Constant]:

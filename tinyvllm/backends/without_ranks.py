@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tinygrad import Tensor
 
+from tinyvllm.backends.operands import Routing
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.placement import RankGroup
 from tinyvllm.quant.slices import RowShare
@@ -16,6 +17,11 @@ class WithoutRanks:
 
     def all_reduce(
         self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        raise NotImplementedError(_WHY)
+
+    def experts_all_reduce(
+        self, variant: str, part: Tensor, group: RankGroup, routing: Routing, rows: Tensor, residual: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         raise NotImplementedError(_WHY)
 

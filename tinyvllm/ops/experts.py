@@ -13,11 +13,14 @@ from tinygrad import Tensor, dtypes
 
 from tinyvllm.backends.operands import GateClamp, RouterBias, Routing, RoutingPolicy, TensorWeight, Weight
 from tinyvllm.backends.registry import select
+from tinyvllm.errors import KernelError
 from tinyvllm.ops.facts import product_facts
 from tinyvllm.ops.linear import add_output, matrices_with_rounding, product, rounded
 from tinyvllm.ops.norm import Norm
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Activations
+from tinyvllm.quant.layouts import PackedWeight
+from tinyvllm.quant.slices import ColumnShare
 
 __all__ = ["GateClamp", "RouterBias", "Routing", "RoutingPolicy", "experts_down", "experts_gate_up_silu", "norm_route"]
 
@@ -139,6 +142,8 @@ def experts_down(
 def _weighted(
     h: Tensor, weight: Weight, routing: Routing, rows: Tensor, experts: int, residual: Tensor | None, bias: Tensor | None
 ) -> Tensor:
+    if isinstance(weight, PackedWeight) and isinstance(weight.share, ColumnShare):
+        return _reduced(h, weight, weight.share, routing, rows, experts, residual, bias)
     if not isinstance(weight, TensorWeight):
         placement, E = Placement.of(h.device), weight.O // experts
         facts = replace(product_facts(placement, weight, outputs=E), ungrouped=routing.groups is None)
@@ -151,6 +156,20 @@ def _weighted(
     outputs = outputs if bias is None else outputs + bias.reshape(experts, -1)[routing.chosen]
     y = (outputs * routing.shares.unsqueeze(2)).sum(1)
     return y if residual is None else y + residual
+
+
+def _reduced(
+    h: Tensor, weight: PackedWeight, share: ColumnShare, routing: Routing, rows: Tensor, experts: int, residual: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """`_weighted` of all ranks, each of which has some of the columns of h and of the weight."""
+    placement, E = Placement.of(h.device), weight.O // experts
+    facts = replace(product_facts(placement, weight, outputs=E), ungrouped=routing.groups is None)
+    kernel = select("experts_down", placement, f"{experts} times {E}x{share.columns} {weight.format} of a rank", facts)
+    if kernel is None:
+        raise KernelError("tensor parallelism: no kernel adds the parts of a divided product; leave TINYVLLM_KERNELS out")
+    part = kernel.backend.experts_down(kernel.variant, h, weight, routing, rows, experts, None)
+    return kernel.backend.experts_all_reduce(kernel.variant, part, share.group, routing, rows, residual, bias)
 
 
 def _stacks(weight: Weight, experts: int, count: int) -> list[tuple[Activations, Tensor]]:

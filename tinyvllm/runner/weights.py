@@ -27,6 +27,7 @@ from tinyvllm.models.config import WeightRecipe
 from tinyvllm.models.projections import ModelWeights, Product
 from tinyvllm.ops.head import Table
 from tinyvllm.ops.linear import TensorWeight, Weight
+from tinyvllm.quant.codecs import NUMPY_DTYPES
 from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in, packed_in
 from tinyvllm.quant.layouts import (
     MixedWeight,
@@ -43,14 +44,14 @@ from tinyvllm.quant.slices import ColumnShare, RowShare
 from tinyvllm.runner.load_notes import LoadNotes
 from tinyvllm.runner.packing import Rows, pack_panels, place_tiles
 from tinyvllm.runner.pipeline import PipelineStage
-from tinyvllm.runner.split import Split
+from tinyvllm.runner.split import RowPart, Split
 from tinyvllm.runner.weight_cache import WeightCache
 from tinyvllm.runner.weight_plan import WeightPlan
 from tinyvllm.weights.checkpoint import Checkpoint
-from tinyvllm.weights.convert import DTYPE_FORMATS
+from tinyvllm.weights.convert import DTYPE_FORMATS, check_fits_float16
 from tinyvllm.weights.dummy import dummy_rows, dummy_source, dummy_tensors
-from tinyvllm.weights.load import check_range, column_order, load_rows, load_tensors, locate_rows, rows_format
-from tinyvllm.weights.mapping import BuiltRecord, TensorRecord, allocate
+from tinyvllm.weights.load import beyond_float16, check_range, column_order, load_rows, load_tensors, locate_rows, rows_format
+from tinyvllm.weights.mapping import BuiltRecord, TensorRecord, allocate, drop_pages
 from tinyvllm.weights.memory import place_bytes
 
 Progress = Callable[[int, int, str], None]
@@ -250,9 +251,8 @@ class WeightLoader:
         for dtype, some in ((dtypes.float32, vectors), (self._plan.dtype, others)):
             tensors = self._plain_tensors(some, dtype)
             for recipe in some:
-                if self._split is not None and recipe.name.endswith(".bias"):
-                    own = self._row_range(recipe)
-                    tensors[recipe.name] = tensors[recipe.name][own.start : own.stop].contiguous().realize()
+                if self._split is not None and (own := self._row_part(recipe)).count < recipe.shape[0]:
+                    tensors[recipe.name] = own.of(tensors[recipe.name]).contiguous().realize()
                 self._count(recipe, tensors[recipe.name].nbytes())
                 self._note(recipe, DTYPE_FORMATS[dtype])
             place(model, tensors, self._first_layer)
@@ -369,6 +369,8 @@ class WeightLoader:
             format = self._dummy_format(recipe)
             rows = Rows(format, dummy_rows(recipe, format))
             return rows if whole else self._part(recipe, rows)
+        if self._split is not None and not whole and recipe.share < 1.0:  # a matrix of all experts
+            return self._converted(recipe, self._part_of_experts(self._checkpoint, recipe))
         packed, ordered = packed_in(self._plan.layout), recipe.name in self._ordered
         rows = Rows(*load_rows(self._checkpoint, recipe, self._plan.dtype, packed, ordered))
         return self._converted(recipe, rows if whole else self._part(recipe, rows))
@@ -381,20 +383,42 @@ class WeightLoader:
             return rows
         if self._orders:
             raise ModelError("tensor_parallel_size: columns in an order of their own are not divided yet; leave it out")
-        format = self._format_of(recipe, rows.format)
-        data, share = rows.data[self._row_range(recipe)], self._share(recipe, format)
-        if isinstance(share, ColumnShare):
-            data = data[:, self._split.column_bytes(share, format, rows.format)]
-        return Rows(rows.format, np.ascontiguousarray(data))
+        data, columns = self._row_part(recipe).of(rows.data), self._column_bytes(recipe, rows.format)
+        return Rows(rows.format, np.ascontiguousarray(data if columns is None else data[:, columns]))
 
-    def _row_range(self, recipe: WeightRecipe) -> slice:
-        O = recipe.shape[0]
-        if self._split is None:
-            return slice(0, O)
-        if recipe.name == self._head:
-            return self._split.head_rows(O)
-        down = self._recipes.get(f"{recipe.name.rpartition('.ffn_')[0]}.ffn_down.weight") if ".ffn_" in recipe.name else None
-        return self._split.rows(recipe.name, "" if down is None else self._format_in_memory(down)) or slice(0, O)
+    def _part_of_experts(self, checkpoint: Checkpoint, recipe: WeightRecipe) -> Rows:
+        """As `_part`, where the file has the rank's rows in as many places as there are experts."""
+        rows = locate_rows(checkpoint, recipe, self._plan.dtype, packed_in(self._plan.layout))
+        columns = self._column_bytes(recipe, rows.format)
+        rows = rows.taken(self._row_part(recipe).of(np.arange(rows.O)))
+        data = (rows if columns is None else rows.cut(columns)).gathered()
+        if self._plan.floats == "F16" and rows.format in FLOATS and rows.format != "F16":
+            try:
+                check_fits_float16(data.view(NUMPY_DTYPES[rows.format]))
+            except FloatingPointError as error:
+                raise ModelError(beyond_float16(recipe)) from error
+        for block in rows.blocks:
+            drop_pages(block)
+        return Rows(rows.format, data)
+
+    def _column_bytes(self, recipe: WeightRecipe, stored: str) -> slice | None:
+        """The bytes of a row in `stored` that are the rank's; None for all."""
+        format = self._format_of(recipe, stored)
+        share = self._share(recipe, format)
+        return self._split.column_bytes(share, format, stored) if self._split is not None and isinstance(share, ColumnShare) else None
+
+    def _row_part(self, recipe: WeightRecipe) -> RowPart:
+        O, split = recipe.shape[0], self._split
+        if split is None:
+            return RowPart(slice(0, O))
+        return RowPart(split.head_rows(O)) if recipe.name == self._head else split.rows(recipe.name, O, self._down_format(recipe))
+
+    def _down_format(self, recipe: WeightRecipe) -> str:
+        """The format of the second matrix of the MLP, the experts or the shared expert to whose first ones a tensor belongs, if to any."""
+        layer, _, part = recipe.name.rpartition(".ffn_")
+        kind = part.split(".")[0].removeprefix("gate").removeprefix("up")
+        down = self._recipes.get(f"{layer}.ffn_down{kind}.weight")
+        return "" if down is None else self._format_in_memory(down)
 
     def _format_in_memory(self, recipe: WeightRecipe) -> str:
         """The format that a matrix will have, before it is loaded."""
@@ -403,7 +427,7 @@ class WeightLoader:
         return self._format_of(recipe, rows_format(self._checkpoint, recipe, self._plan.dtype, packed_in(self._plan.layout)))
 
     def _num_rows(self, recipe: WeightRecipe) -> int:
-        return len(range(*self._row_range(recipe).indices(recipe.shape[0])))
+        return self._row_part(recipe).count
 
     def _share(self, recipe: WeightRecipe, format: str) -> ColumnShare | RowShare | None:
         if self._split is None:

@@ -76,7 +76,7 @@ def load_rows(
     try:
         name, rows = _rows(recipe, records, wanted, _kept_formats(checkpoint, recipe, packed, ordered))
     except FloatingPointError as error:
-        raise ModelError(_beyond_float16(recipe)) from error
+        raise ModelError(beyond_float16(recipe)) from error
     if not is_mapped(rows):
         _drop(records)
     return name, rows
@@ -116,7 +116,7 @@ def check_range(checkpoint: Checkpoint, recipe: Recipe) -> None:
         for source in recipe.sources:
             check_fits_float16(_stored(checkpoint.tensors[source]))
     except FloatingPointError as error:
-        raise ModelError(_beyond_float16(recipe)) from error
+        raise ModelError(beyond_float16(recipe)) from error
 
 
 # --- what can be known from the headers
@@ -183,10 +183,11 @@ def _build(recipe: Recipe, records: list[Record], wanted: BlockFormat, device: s
         array = _transformed(recipe, records, wanted)
         return array if _usable_as_it_is(array, wanted, device) else converted(array, wanted)
     except FloatingPointError as error:
-        raise ModelError(_beyond_float16(recipe)) from error
+        raise ModelError(beyond_float16(recipe)) from error
 
 
-def _beyond_float16(recipe: Recipe) -> str:
+def beyond_float16(recipe: Recipe) -> str:
+    """What a finite number that float16 cannot hold is called."""
     return f"{_SPEAKER}: {recipe.name!r} holds numbers beyond float16's range; use bfloat16 or float32"
 
 

@@ -191,14 +191,13 @@ class CpuBackend(ExpertKernels, StateKernels):
         weight = packed(weight)
         share = weight.share if isinstance(weight.share, ColumnShare) else None
         T, O, I = int(x.shape[0]), weight.O, weight.I if share is None else share.columns
-        slices: dict[str, Constant] = {} if share is None else _slices(share)
         norm = None if output_norm is None else output_norm.weight
         ins = [x, weight.tensor, *present(bias, norm, residual), rows]
         after: dict[str, Constant] = {} if output_norm is None else {"OUT_NORM": 1, "EPS": constant(output_norm.eps)}
         kernel = Kernel.cpu(
             "matmul", variant, 2, len(ins), 2 * T * O * I, panel_bytes(weight.format, O, weight.I) + 4 * T * (O + I),
             O=O, I=I, WEIGHT=weight.format, BIAS=int(bias is not None), RESIDUAL=int(residual is not None), ACTIVATION=int(gelu),
-            **policies.row_bias(bias), **after, **policies.output_scale(output_scale), **slices,
+            **policies.row_bias(bias), **after, **policies.output_scale(output_scale), **policies.slices(share),
         )  # fmt: skip
         outs = [empty(x, T, O), scratch(x, prepared_bytes(weight.format, T, I))]
         return launch(kernel, outs, ins)[0]
@@ -322,11 +321,6 @@ def _attention_areas(q: Tensor, K: int) -> Tensor:
     group = H // K
     rows = group * max(1, 128 // group)
     return empty(q, MAX_THREADS * (128 * D + rows * (3 * D + 32)))
-
-
-def _slices(share: ColumnShare) -> dict[str, Constant]:
-    """What kernels/cpu/include/slices.h wants to know of a rank's part of a product."""
-    return {"SLICES": share.count, "FIRST_SLICE": share.first, "ALL_I": share.all_columns, "BEFORE": share.before}
 
 
 def _lacking(needs: tuple[str, ...], has: frozenset[str]) -> str | None:

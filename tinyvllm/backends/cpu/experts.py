@@ -11,7 +11,9 @@ from tinyvllm.backends.cpu.prepared import MAX_THREADS, prepared_bytes
 from tinyvllm.backends.kernel import Constant, Kernel
 from tinyvllm.backends.operands import GateClamp, KernelWeight, NormWeights, Routing, RoutingPolicy, packed, packed_parts
 from tinyvllm.integers import round_up
+from tinyvllm.placement import RankGroup
 from tinyvllm.quant.layouts import panel_bytes
+from tinyvllm.quant.slices import ColumnShare
 
 _PIECE = 96  # places of a task (kernels/cpu/include/experts.h)
 _TILE = 32  # rows that a thread gathers: TILE_ROWS of experts.h
@@ -60,16 +62,30 @@ class ExpertKernels:
         bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         weight = packed(weight)
-        (T, C), E, F = (int(d) for d in routing.chosen.shape), weight.O // experts, weight.I
-        ins = [h, weight.tensor, *present(bias), routing.shares, *_groups(routing), *present(residual), rows]
+        share = weight.share if isinstance(weight.share, ColumnShare) else None
+        (T, C), E, F = (int(d) for d in routing.chosen.shape), weight.O // experts, weight.I if share is None else share.columns
+        outs = [*([empty(h, T, E)] if share is None else []), empty(h, T * C, E), scratch(h, _scratch_bytes(weight.format, T * C, F))]
+        shares = [routing.shares] if share is None else []
+        ins = [h, weight.tensor, *present(bias), *shares, *_groups(routing), *present(residual), rows]
         kernel = Kernel.cpu(
-            "experts_down", variant, 3, len(ins), 2 * T * C * E * F,
-            _read_bytes(weight.format, weight.O, F, experts, T * C) + 4 * T * (C * F + 2 * C * E + E),
+            "experts_down", variant, len(outs), len(ins), 2 * T * C * E * F,
+            _read_bytes(weight.format, weight.O, weight.I, experts, T * C) + 4 * T * (C * F + 2 * C * E + E),
             E=E, F=F, X=experts, C=C, WEIGHT=weight.format, RESIDUAL=int(residual is not None),
-            **policies.bias(bias is not None),
+            **policies.bias(bias is not None), **policies.slices(share),
         )  # fmt: skip
-        outs = [empty(h, T, E), empty(h, T * C, E), scratch(h, _scratch_bytes(weight.format, T * C, F))]
         return launch(kernel, outs, ins)[0]
+
+    def experts_all_reduce(
+        self, variant: str, part: Tensor, group: RankGroup, routing: Routing, rows: Tensor, residual: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        (T, C), E = (int(d) for d in routing.chosen.shape), int(part.shape[1])
+        ins = [part, *present(bias), routing.shares, routing.chosen, *present(residual), rows]
+        kernel = Kernel.cpu(
+            "experts_all_reduce", variant, 2, len(ins), bytes=4 * T * E * (C * (group.world_size + 2) + 2),
+            E=E, C=C, WORLD=group.world_size, RANK=group.rank, PLACE=group.place, RESIDUAL=int(residual is not None),
+            BIAS=int(bias is not None),
+        )  # fmt: skip
+        return launch(kernel, [empty(part, T, E), group.memory], ins)[0]
 
 
 def _norm(norm: NormWeights | None) -> dict[str, Constant]:

@@ -95,6 +95,10 @@ class RowSource:
         low, high = int(places.min()), int(places.max()) + self.row_bytes
         return RowSource(self.format, self.row_bytes, tuple(self._between(low, high)), places - low)
 
+    def cut(self, columns: slice) -> RowSource:
+        """These bytes of each row."""
+        return RowSource(self.format, columns.stop - columns.start, self.blocks, self.places + columns.start)
+
     def pieces(self, limit: int) -> Iterator[RowPiece]:
         """The matrix in pieces whose parts are at most `limit` bytes each; `limit` holds sixteen rows at least.
 
