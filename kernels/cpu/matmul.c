@@ -18,31 +18,17 @@
 #define SLICES 8
 #endif
 #include "activations.h"
+#include "outputs.h"
 #include "params.h"
 #include "product.h"
 #include "thread_team.h"
-#ifdef OUT_NORM
-#include "norm.h"  // after what it includes itself, which the others need, too
-#endif
 
 #define PIECE 96  // rows; a multiple of twelve and of 32
 
 #include "arguments.h"  // the last one
 
-#ifndef OUT_SCALE
-#define OUT_SCALE 1.0f
-#endif
-#ifdef OUT_NORM
-#define OUT_NORM_ARGUMENT const float *out_norm,
-#define ADDS_AT_ONCE 0
-#else
-#define OUT_NORM_ARGUMENT
-#define ADDS_AT_ONCE 1
-#endif
-
 static inline void finish_row(float *out, float *tile, const float *biases, const float *residuals, int columns);
 static inline v16 finish_16(v16 y, const float *biases, const float *residuals);
-static inline v16 joined(v16 y, const float *residuals);
 
 static void matmul(float *out, void *scratch, const float *x, const void *weight,
                    BIAS_ARGUMENT OUT_NORM_ARGUMENT RESIDUAL_ARGUMENT const int32_t *rows, const struct thread_team *team) {
@@ -76,14 +62,8 @@ static void matmul(float *out, void *scratch, const float *x, const void *weight
   }
 #ifdef OUT_NORM
   barrier(team);
-  for (int t = next_unit(team); t < count; t = next_unit(team)) {
-    float *row = out + (long)t * O;
-    const v16 inverse = v16_set(inverse_spread(row, O, 0.0f, EPS));
-    for (int o = 0; o < O; o += 16) {
-      const v16 y = v16_mul(v16_mul(v16_load(row + o), inverse), v16_load(out_norm + o));
-      v16_store(row + o, joined(y, RESIDUAL ? residual + (long)t * O + o : 0));
-    }
-  }
+  for (int t = next_unit(team); t < count; t = next_unit(team))
+    norm_and_join(out + (long)t * O, out_norm, RESIDUAL ? residual + (long)t * O : 0, O);
 #endif
 }
 
@@ -92,12 +72,6 @@ static inline v16 finish_16(v16 y, const float *biases, const float *residuals) 
   if (BIAS) y = v16_add(y, v16_load(biases));
   if (ACTIVATION == GELU) y = gelu(y);
   return ADDS_AT_ONCE ? joined(y, residuals) : y;
-}
-
-// Sixteen outputs as they join the residual.
-static inline v16 joined(v16 y, const float *residuals) {
-  if (OUT_SCALE != 1.0f) y = v16_mul(y, v16_set(OUT_SCALE));
-  return RESIDUAL ? v16_add(y, v16_load(residuals)) : y;
 }
 
 // The sums of one row in `tile` [32] become `columns` of its results; all pointers are at the first of these columns.

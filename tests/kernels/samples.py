@@ -119,6 +119,12 @@ def all_reduce(target: str, T: int = 5, O: int = 544) -> Call:
     return kernel("all_reduce", target, 2, arrays, O=O, WORLD=2, RANK=0, PLACE=T * O, BIAS=1, RESIDUAL=1)
 
 
+def all_reduce_normed(target: str, T: int = 5, O: int = 544) -> Call:
+    arrays = [blank(T, O), shared_by_two(T * O, 0), floats(T, O), floats(O), floats(T, O), int32(T)]
+    sizes = {"O": O, "WORLD": 2, "RANK": 0, "PLACE": T * O, "BIAS": 0, "RESIDUAL": 1}
+    return kernel("all_reduce", target, 2, arrays, **sizes, OUT_NORM=1, OUT_SCALE="0.5f", EPS=1e-5)
+
+
 def experts_all_reduce(target: str, T: int = 5, E: int = 544, C: int = 2) -> Call:
     """Two rows at a time: the ranks meet three times."""
     place, chosen = 2 * C * E, int32(*([0, 2] * T)).reshape(T, C)
@@ -355,6 +361,7 @@ POLICIES: dict[str, dict[str, int | float | str]] = {  # what some families diff
 def _samples() -> dict[str, Callable[[str], Call]]:
     samples: dict[str, Callable[[str], Call]] = {"kv_copy": kv_copy, "advance": advance, "read": read, "sample": sample}
     samples |= {"norm_route": norm_route, "experts_down of a rank": experts_down_of_a_rank, "experts_all_reduce": experts_all_reduce}
+    samples["all_reduce with a norm of its outputs"] = all_reduce_normed
     samples |= {"all_reduce": all_reduce, "gather_logits": gather_logits, "own_rows": own_rows, "gather_rows": gather_rows}
     samples["sample greedy"] = functools.partial(sample, SAMPLED=0)
     for weight in BYTES:

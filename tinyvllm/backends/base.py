@@ -121,9 +121,10 @@ class Backend(Protocol):
     def gated_delta(self, variant: str, y: Tensor, weights: DeltaWeights, cache: StateCache, batch: Batch) -> Tensor: ...
 
     def all_reduce(
-        self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None
-    ) -> Tensor:
-        """[T, O]: the sum of all ranks' parts [T, O] in the tree of quant/slices.py, plus bias and residual."""
+        self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None,
+        output_norm: NormWeights | None = None, output_scale: float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        """[T, O]: the sum of all ranks' parts [T, O] in the tree of quant/slices.py, and then what `matmul` does with its sums."""
         ...
 
     def gather_logits(self, variant: str, part: Tensor, share: RowShare, count: Tensor) -> Tensor:

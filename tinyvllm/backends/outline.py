@@ -110,8 +110,9 @@ class Outline:
         return empty(part, T, int(part.shape[1]))
 
     def all_reduce(
-        self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None
-    ) -> Tensor:
+        self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None,
+        output_norm: NormWeights | None = None, output_scale: float = 1.0,
+    ) -> Tensor:  # fmt: skip
         return empty(part, *(int(d) for d in part.shape))
 
     def gather_logits(self, variant: str, part: Tensor, share: RowShare, count: Tensor) -> Tensor:

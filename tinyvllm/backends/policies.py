@@ -6,7 +6,7 @@ from tinygrad import Tensor
 
 from tinyvllm.backends.buffers import constant
 from tinyvllm.backends.kernel import Constant
-from tinyvllm.backends.operands import GateClamp, RoutingPolicy
+from tinyvllm.backends.operands import GateClamp, NormWeights, RoutingPolicy
 from tinyvllm.placement import RankGroup
 from tinyvllm.quant.slices import ColumnShare
 
@@ -47,6 +47,11 @@ def routing(policy: RoutingPolicy) -> dict[str, Constant]:
     if policy.gated:
         constants["SHARED_GATE"] = 1
     return constants
+
+
+def output_norm(norm: NormWeights | None) -> dict[str, Constant]:
+    """Of a product: the norm of its outputs before the residual is added."""
+    return {} if norm is None else {"OUT_NORM": 1, "EPS": constant(norm.eps)}
 
 
 def output_scale(scale: float) -> dict[str, Constant]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tinygrad import Tensor
 
-from tinyvllm.backends.operands import Routing
+from tinyvllm.backends.operands import NormWeights, Routing
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.placement import RankGroup
 from tinyvllm.quant.slices import RowShare
@@ -16,8 +16,9 @@ class WithoutRanks:
     """A base of backends without tensor and context parallelism."""
 
     def all_reduce(
-        self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None
-    ) -> Tensor:
+        self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None,
+        output_norm: NormWeights | None = None, output_scale: float = 1.0,
+    ) -> Tensor:  # fmt: skip
         raise NotImplementedError(_WHY)
 
     def experts_all_reduce(

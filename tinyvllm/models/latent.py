@@ -52,8 +52,9 @@ class LatentBlock(LlamaBlock):
 
     def _attend(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: LayerCache, rotations: Rotations) -> Tensor:
         """As in LLaMA, with values of `Latent.value` features."""
-        c, w, H, (angles, *_) = self.latent, self.weights, self.config.n_heads, rotations.angles
-        T, plain = int(x.shape[0]), self.config.n_heads * c.plain
+        c, w, (angles, *_) = self.latent, self.weights, rotations.angles
+        T, H = int(x.shape[0]), w.k_b.weight.O // c.rank  # of a rank its heads
+        plain = H * c.plain
         x = rms(self.attn_norm)(w.qkv.in_order(x)).contiguous()
         y = products(x, w.qkv.weight, batch.rows, w.qkv.bias, by_kernels=True)
         shared = c.rank + self.config.rope_dim

@@ -53,8 +53,7 @@ def linear(
     rows [1] int32 is how many rows of x count; the result's other rows are undefined.
     """
     if isinstance(weight, PackedWeight) and isinstance(weight.share, ColumnShare):
-        y = _reduced(x, weight, weight.share, rows, bias, residual if norm is None and scale == 1.0 else None, gelu)
-        return y if norm is None and scale == 1.0 else add_output(residual, y, norm, scale)
+        return _reduced(x, weight, weight.share, rows, bias, residual, gelu, norm, scale)
     if not isinstance(weight, TensorWeight):
         placement, shape = Placement.of(x.device), f"{weight.O}x{weight.I} {weight.format}"
         facts = replace(product_facts(placement, weight), row_bias=has_row_bias(bias))
@@ -85,15 +84,16 @@ def only_row_bias(stem: str, facts: ShapeFacts) -> bool:
 
 
 def _reduced(
-    x: Tensor, weight: PackedWeight, share: ColumnShare, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool
-) -> Tensor:
+    x: Tensor, weight: PackedWeight, share: ColumnShare, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool,
+    norm: Norm | None, scale: float,
+) -> Tensor:  # fmt: skip
     """`linear` of all ranks, each of which has some of the columns of x and of the weight."""
     placement = Placement.of(x.device)
     kernel = select("matmul", placement, f"{weight.O}x{share.columns} {weight.format} of a rank", product_facts(placement, weight))
     if kernel is None or gelu:
         raise KernelError("tensor parallelism: no kernel adds the parts of a divided product; leave TINYVLLM_KERNELS out")
     part = kernel.backend.matmul(kernel.variant, x, weight, rows, None, None, False, None, 1.0)
-    return kernel.backend.all_reduce(kernel.variant, part, share.group, rows, bias, residual)
+    return kernel.backend.all_reduce(kernel.variant, part, share.group, rows, bias, residual, norm, scale)
 
 
 def add_output(residual: Tensor | None, y: Tensor, norm: Norm | None, scale: float) -> Tensor:

@@ -8,7 +8,7 @@ from tinygrad import Tensor
 
 from tinyvllm.backends.buffers import cache_format
 from tinyvllm.backends.limits import ShapeFacts
-from tinyvllm.backends.operands import QKV, TensorWeight
+from tinyvllm.backends.operands import QKV, TensorWeight, Weight, packed_parts
 from tinyvllm.backends.registry import select
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import store_kv, store_latents, store_packed_kv
@@ -19,6 +19,8 @@ from tinyvllm.ops.linear import has_row_bias, only_row_bias, products
 from tinyvllm.ops.norm import Norm, rms_norm
 from tinyvllm.ops.rope import apply_rope
 from tinyvllm.placement import Placement
+from tinyvllm.quant.layouts import MixedWeight, PackedWeight
+from tinyvllm.quant.slices import HeadShare
 
 __all__ = ["QKV", "append_kv", "append_latents", "norm_qkv_rope_store"]
 
@@ -45,14 +47,23 @@ def norm_qkv_rope_store(
         by_kernels = by_kernels or only_row_bias("norm_qkv_rope_store", facts)
     # without the copy, tinygrad recomputes the norm for every output
     y = products(x if norm is None else norm(x).contiguous(), qkv.weight, batch.rows, qkv.bias, by_kernels)
-    y = y.reshape(int(x.shape[0]), -1, D)
-    H = int(y.shape[1]) - 2 * K
-    q, k, v = y[:, :H], y[:, H : H + K], y[:, H + K :]
+    y, share = y.reshape(int(x.shape[0]), -1, D), _head_share(qkv.weight)
+    keys = K if share is None or qkv.k_norm is None else int(qkv.k_norm.shape[0]) // D
+    H = int(y.shape[1]) - keys - K
+    q, k, v = y[:, :H], y[:, H : H + keys], y[:, H + keys :]
     if qkv.q_norm is not None and qkv.k_norm is not None:
         q, k = normed_heads(q, qkv.q_norm, qkv.qk_eps), normed_heads(k, qkv.k_norm, qkv.qk_eps)
+    if share is not None:
+        q, k = q[:, share.heads], k[:, share.kv_heads]
     if angles is not None:
         q, k = apply_rope(q.contiguous(), angles), apply_rope(k.contiguous(), angles)
     return queries_for(cache, q.contiguous()), append_kv(k.contiguous(), v.contiguous(), cache, batch)
+
+
+def _head_share(weight: Weight) -> HeadShare | None:
+    """Of a rank that has q and k of all heads, which are its own."""
+    share = packed_parts(weight)[0].share if isinstance(weight, (PackedWeight, MixedWeight)) else None
+    return share if isinstance(share, HeadShare) else None
 
 
 def normed_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:

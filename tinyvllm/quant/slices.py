@@ -42,6 +42,14 @@ class ColumnShare:
 
 
 @dataclass(frozen=True, eq=False)
+class HeadShare:
+    """Which heads of q and k a rank attends with, where their norms are over all heads, so that its panels have the rows of all."""
+
+    heads: slice
+    kv_heads: slice
+
+
+@dataclass(frozen=True, eq=False)
 class RowShare:
     """Which rows of the head a rank has: those from `first` on, of `all_rows`. `group` is the `RankGroup` that gathers the logits."""
 

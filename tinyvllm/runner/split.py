@@ -5,18 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from tinyvllm.config import EngineConfig
 from tinyvllm.distributed.memory import Layout, SharedMemory
 from tinyvllm.errors import ModelError
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.placement import RankGroup
 from tinyvllm.quant.formats import FORMATS
-from tinyvllm.quant.slices import ALL_SLICES, BLOCK, ColumnShare, RowShare, slice_columns, slice_unit
+from tinyvllm.quant.slices import ALL_SLICES, BLOCK, ColumnShare, HeadShare, RowShare, slice_columns, slice_unit
 from tinyvllm.runner.prepare import power_bucket
 from tinyvllm.weights.memory import place_bytes
 
 PANEL = 16
 _GATES = frozenset(f"ffn_{half}{kind}" for half in ("gate", "up") for kind in ("", "_exps", "_shexp"))  # whose rows are divided in slices
+_LATENT = frozenset(("attn_q", "attn_q_b", "attn_k_b", "attn_v_b"))  # whose rows are heads
 _SUMMED = frozenset(("attn_output", *(f"ffn_down{kind}" for kind in ("", "_exps", "_shexp"))))  # whose columns are divided
 ATTENTION_PLACE = 1 << 20  # 4 MiB: more would leave the caches between two ranks
 
@@ -55,17 +58,23 @@ def max_rows(config: EngineConfig) -> int:
 
 @dataclass(frozen=True)
 class RowPart:
-    """`rows` of each of `matrices` matrices of as many rows, one after the other: those of all experts are one tensor."""
+    """`rows` of each of `matrices` matrices of as many rows, one after the other: those of all experts are one tensor.
+
+    `more` are further rows, of a single matrix.
+    """
 
     rows: slice
     matrices: int = 1
+    more: slice | None = None
 
     @property
     def count(self) -> int:
-        return self.matrices * len(range(self.rows.start, self.rows.stop))
+        return self.matrices * _length(self.rows) + (0 if self.more is None else _length(self.more))
 
     def of(self, array: Any) -> Any:
-        """These rows of an array or tensor [rows of all matrices, ...]; of one matrix a view."""
+        """These rows of an array or tensor [rows of all matrices, ...]; a view where they follow each other."""
+        if self.more is not None:
+            return np.concatenate([array[self.rows], array[self.more]])
         if self.matrices == 1:
             return array[self.rows.start : self.rows.stop]
         rest = array.shape[1:]
@@ -99,21 +108,44 @@ class Split:
         count = ALL_SLICES // self.group.world_size
         return self.group.rank * count, count
 
+    @property
+    def _heads(self) -> slice:
+        heads = self.local.n_heads
+        return slice(self.group.rank * heads, (self.group.rank + 1) * heads)
+
+    @property
+    def _kv_heads(self) -> slice:
+        first = self.group.rank * self.config.n_kv_heads // self.group.world_size
+        return slice(first, first + self.local.n_kv_heads)
+
+    def heads_of_all(self) -> HeadShare | None:
+        """The rank's heads, where it has the rows of all heads of q and k."""
+        return HeadShare(self._heads, self._kv_heads) if self.config.whole_qk_norm else None
+
     def rows(self, name: str, rows: int, down_format: str) -> RowPart:
         """Those of a matrix, or the numbers of a vector, of this name, with `rows` in all; `down_format` is that of the second matrix."""
-        c, rank, world = self.config, self.group.rank, self.group.world_size
-        part = name.split(".")[-2]
+        c, part = self.config, name.split(".")[-2]
+        if c.latent is not None and part in _LATENT:
+            return self._latent_rows(part)
+        if c.whole_qk_norm and part in ("attn_q", "attn_k"):
+            return RowPart(slice(0, rows))
         if part in ("attn_q", "attn_sinks"):
-            heads, size = c.n_heads // world, c.head_dim if part == "attn_q" else 1
-            return RowPart(slice(rank * heads * size, (rank + 1) * heads * size))
+            return _rows_of(self._heads, c.head_dim if part == "attn_q" else 1)
         if part in ("attn_k", "attn_v"):
-            heads = max(1, c.n_kv_heads // world)
-            first = rank * c.n_kv_heads // world
-            return RowPart(slice(first * c.head_dim, (first + heads) * c.head_dim))
+            return _rows_of(self._kv_heads, c.head_dim)
         if part in _GATES:
             matrices = c.num_experts if part.endswith("_exps") else 1
             return RowPart(self._features(name, down_format, rows // matrices), matrices)
         return RowPart(slice(0, rows))
+
+    def _latent_rows(self, part: str) -> RowPart:
+        """Of the matrices of latent attention that differ by head; q has what is not rotated of all heads first, then the rest."""
+        c, heads, latent = self.config, self._heads, self.config.latent
+        assert latent is not None
+        if part in ("attn_k_b", "attn_v_b"):
+            return _rows_of(heads, latent.rank if part == "attn_k_b" else latent.value)
+        start, R = c.n_heads * latent.plain, c.rope_dim
+        return replace(_rows_of(heads, latent.plain), more=slice(start + heads.start * R, start + heads.stop * R))
 
     def head_rows(self, rows: int) -> slice:
         """The rows of the head: whole panels."""
@@ -154,13 +186,17 @@ class Split:
         return slice(begin // known.elements * known.nbytes, end // known.elements * known.nbytes)
 
 
+def _length(rows: slice) -> int:
+    return len(range(rows.start, rows.stop))
+
+
+def _rows_of(heads: slice, size: int) -> RowPart:
+    return RowPart(slice(heads.start * size, heads.stop * size))
+
+
 def _undivided(c: ModelConfig) -> str | None:
     """What a model has that no rank can compute its part of; None if it can be divided."""
     whole = {
         "learned positions": c.family == "gpt2",
-        "multi-head latent attention": c.latent is not None,
-        "norms of q and k over all heads": c.whole_qk_norm,
-        "norms of outputs": c.post_norms,
-        "a scaled residual stream": c.residual_scale != 1.0,
     }
     return next((name for name, present in whole.items() if present), None)

@@ -40,7 +40,7 @@ from tinyvllm.quant.layouts import (
     panel_bytes,
     row_bytes,
 )
-from tinyvllm.quant.slices import ColumnShare, RowShare
+from tinyvllm.quant.slices import ColumnShare, HeadShare, RowShare
 from tinyvllm.runner.load_notes import LoadNotes
 from tinyvllm.runner.packing import Rows, pack_panels, place_tiles
 from tinyvllm.runner.pipeline import PipelineStage
@@ -429,11 +429,13 @@ class WeightLoader:
     def _num_rows(self, recipe: WeightRecipe) -> int:
         return self._row_part(recipe).count
 
-    def _share(self, recipe: WeightRecipe, format: str) -> ColumnShare | RowShare | None:
+    def _share(self, recipe: WeightRecipe, format: str) -> ColumnShare | HeadShare | RowShare | None:
         if self._split is None:
             return None
         if recipe.name == self._head:
             return self._split.head_share(recipe.shape[0])
+        if recipe.name.endswith(".attn_q.weight"):
+            return self._split.heads_of_all()
         return self._split.column_share(recipe.name, format, recipe.shape[1])
 
     def _columns(self, recipe: WeightRecipe, format: str) -> int:

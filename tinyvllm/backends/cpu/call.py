@@ -193,11 +193,10 @@ class CpuBackend(ExpertKernels, StateKernels):
         T, O, I = int(x.shape[0]), weight.O, weight.I if share is None else share.columns
         norm = None if output_norm is None else output_norm.weight
         ins = [x, weight.tensor, *present(bias, norm, residual), rows]
-        after: dict[str, Constant] = {} if output_norm is None else {"OUT_NORM": 1, "EPS": constant(output_norm.eps)}
         kernel = Kernel.cpu(
             "matmul", variant, 2, len(ins), 2 * T * O * I, panel_bytes(weight.format, O, weight.I) + 4 * T * (O + I),
             O=O, I=I, WEIGHT=weight.format, BIAS=int(bias is not None), RESIDUAL=int(residual is not None), ACTIVATION=int(gelu),
-            **policies.row_bias(bias), **after, **policies.output_scale(output_scale), **policies.slices(share),
+            **policies.row_bias(bias), **policies.output_norm(output_norm), **policies.output_scale(output_scale), **policies.slices(share),
         )  # fmt: skip
         outs = [empty(x, T, O), scratch(x, prepared_bytes(weight.format, T, I))]
         return launch(kernel, outs, ins)[0]
@@ -216,13 +215,15 @@ class CpuBackend(ExpertKernels, StateKernels):
         return launch(kernel, [empty(x, T, O), scratch(x, 4 * T * (E + P * R))], ins)[0]
 
     def all_reduce(
-        self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None
-    ) -> Tensor:
+        self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None,
+        output_norm: NormWeights | None = None, output_scale: float = 1.0,
+    ) -> Tensor:  # fmt: skip
         T, O = (int(d) for d in part.shape)
-        ins = [part, *present(bias, residual), rows]
+        ins = [part, *present(bias, None if output_norm is None else output_norm.weight, residual), rows]
         kernel = Kernel.cpu(
-            "all_reduce", variant, 2, len(ins), bytes=4 * T * O * (group.world_size + 3),
+            "all_reduce", variant, 2, len(ins), 0, 4 * T * O * (group.world_size + 3),
             O=O, WORLD=group.world_size, RANK=group.rank, PLACE=group.place, BIAS=int(bias is not None), RESIDUAL=int(residual is not None),
+            **policies.output_norm(output_norm), **policies.output_scale(output_scale),
         )  # fmt: skip
         return launch(kernel, [empty(part, T, O), group.memory], ins)[0]
 

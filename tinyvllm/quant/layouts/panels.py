@@ -25,7 +25,7 @@ from tinyvllm.quant.codecs import unpack
 from tinyvllm.quant.formats import FORMATS, Layout, formats_in
 from tinyvllm.quant.layouts.fields import spans, unit_bytes, weights
 from tinyvllm.quant.layouts.rows import BLOCK, PANEL, row_bytes
-from tinyvllm.quant.slices import ColumnShare, RowShare
+from tinyvllm.quant.slices import ColumnShare, HeadShare, RowShare
 
 
 def packable(format: str, I: int) -> str | None:
@@ -86,7 +86,7 @@ class PackedWeight:
     format: str
     O: int
     I: int
-    share: ColumnShare | RowShare | None = None  # of ranks of tensor parallelism: what part of a matrix this is
+    share: ColumnShare | HeadShare | RowShare | None = None  # of ranks of tensor parallelism: what part of a matrix this is
 
     def dense(self) -> Tensor:
         """float32 [O, I], lazy."""
