@@ -11,23 +11,41 @@ import pytest
 
 from tinyvllm.config import DEFAULT_MODEL, resolve
 from tinyvllm.errors import OutOfMemoryError
-from tinyvllm.quant.codecs import readable_formats, unpack
-from tinyvllm.quant.formats import FORMATS
+from tinyvllm.quant.codecs import unpack
+from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in
+from tinyvllm.quant.layouts import unpack_panels, unpack_rows, unpack_tiles
+from tinyvllm.quant.random_rows import packable_width
 from tinyvllm.runner import rehearsed
 from tinyvllm.runner.opened import OpenedModel, open_model
-from tinyvllm.runner.rehearsed import RehearsedModel, RehearsedRunner, StandIns, check_room
+from tinyvllm.runner.rehearsed import PATTERN_ROWS, RehearsedModel, RehearsedRunner, StandIns, check_room, stand_in
 
 
 def opened(path: Path, **options: Any) -> OpenedModel:
     return open_model(resolve(path, device="CPU", **options), "CPU")
 
 
-@pytest.mark.parametrize("format", readable_formats())
-def test_the_pattern_is_ordinary_numbers_in_every_format(format: str) -> None:
+@pytest.mark.parametrize("format", FLOATS)
+def test_keys_and_values_are_ordinary_numbers(format: str) -> None:
     blocks = 64
     data = rehearsed._pattern()[: blocks * FORMATS[format].nbytes].reshape(blocks, -1)
     numbers = np.abs(unpack(format, data))
     assert np.isfinite(numbers).all() and numbers.max() > 0 and numbers[numbers > 0].min() > np.finfo(np.float32).tiny
+
+
+LAYOUTS = [(layout, format) for layout in Layout for format in formats_in(layout)]
+
+
+@pytest.mark.parametrize(("layout", "format"), LAYOUTS, ids=lambda value: getattr(value, "name", value))
+def test_weights_are_small_numbers_in_every_format(layout: Layout, format: str) -> None:
+    """Beyond the rows that are made, and for a last tile that is not full."""
+    O, I = PATTERN_ROWS + 40, packable_width(format, 256)
+    memory = stand_in(layout, format, O, I)
+    if layout is Layout.ROWS:
+        numbers = unpack_rows(format, memory.reshape(O, -1))
+    else:
+        numbers = (unpack_tiles if layout is Layout.TILES else unpack_panels)(format, memory, O, I)
+    assert np.isfinite(numbers).all() and 0.01 < numbers.std() < 0.04 and abs(numbers).max() < 1
+    np.testing.assert_array_equal(numbers[PATTERN_ROWS:], numbers[:40])
 
 
 def test_tensors_of_a_size_share_memory_when_there_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,10 @@ class Held:
     share: float = 1.0
 
 
+def matrix_bytes(layout: Layout, format: str, O: int, I: int) -> int:
+    return O * row_bytes(format, I) if layout is Layout.ROWS else panel_bytes(format, O, I)
+
+
 class WeightOutline(WeightLoader):
     """The loader without loading: it decides as `WeightLoader` does, and the model gets tensors that take no memory.
 
@@ -67,8 +71,9 @@ class WeightOutline(WeightLoader):
         packed, ordered = packed_in(self._plan.layout), recipe.name in self._ordered
         return self._format_of(recipe, rows_format(self._checkpoint, recipe, self._plan.dtype, packed, ordered))
 
-    def _empty(self, nbytes: int) -> Tensor:
-        return Tensor.empty(nbytes, dtype=dtypes.uint8, device=self._plan.placement.device)
+    def _matrix(self, layout: Layout, format: str, O: int, I: int) -> Tensor:
+        """uint8: the bytes of a matrix."""
+        return Tensor.empty(matrix_bytes(layout, format, O, I), dtype=dtypes.uint8, device=self._plan.placement.device)
 
     def _place_packed(self, recipes: list[WeightRecipe]) -> KernelWeight:
         parts = [(recipe, self._format(recipe)) for recipe in recipes]
@@ -78,16 +83,16 @@ class WeightOutline(WeightLoader):
         for format, run in itertools.groupby(parts, key=lambda part: part[1]):
             together = [recipe for recipe, _ in run]
             O, I = sum(self._num_rows(recipe) for recipe in together), self._columns(together[0], format)
-            held, share = self._empty(panel_bytes(format, O, I)), self._share(together[0], format)
+            held, share = self._matrix(self._plan.layout, format, O, I), self._share(together[0], format)
             weights.append(TileWeight(held, format, O, I) if tiles else PackedWeight(held, format, O, I, share))
             for recipe in together:
                 self._hold(recipe, format, self._num_rows(recipe) * row_bytes(format, I))
         return weights[0] if len(weights) == 1 else MixedWeight(tuple(weights))
 
     def _row_weight(self, recipe: WeightRecipe, format: str, streamed: bool = True) -> RowWeight:
-        nbytes = recipe.shape[0] * row_bytes(format, recipe.shape[1])
-        self._hold(recipe, format, nbytes, streamed)
-        return RowWeight(self._empty(nbytes), format, *recipe.shape)
+        O, I = recipe.shape
+        self._hold(recipe, format, O * row_bytes(format, I), streamed)
+        return RowWeight(self._matrix(Layout.ROWS, format, O, I), format, O, I)
 
     def _rows(self, recipe: WeightRecipe) -> RowWeight:
         return self._row_weight(recipe, self._format(recipe), streamed=False)

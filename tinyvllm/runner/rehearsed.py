@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from math import prod
 from statistics import median
 from typing import Any
 
@@ -25,13 +24,14 @@ from tinyvllm.host_memory import megabytes
 from tinyvllm.integers import ceil_div
 from tinyvllm.models.config import WeightRecipe
 from tinyvllm.models.projections import Product
-from tinyvllm.quant.layouts import RowWeight, row_bytes
+from tinyvllm.quant.formats import Layout
+from tinyvllm.quant.layouts import RowWeight, pack_panels, pack_tile_regions, row_bytes
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.runner.ahead import layer_kinds
 from tinyvllm.runner.kv import KVPool, Layers
 from tinyvllm.runner.memory import free_memory
 from tinyvllm.runner.opened import OpenedModel
-from tinyvllm.runner.outlined import Held, WeightOutline
+from tinyvllm.runner.outlined import Held, WeightOutline, matrix_bytes
 from tinyvllm.runner.prepare import StepInputs, shape_of
 from tinyvllm.runner.runner import Runner
 from tinyvllm.runner.step import Logits, PreparedStep
@@ -39,11 +39,13 @@ from tinyvllm.runner.weight_plan import WeightPlan
 from tinyvllm.runner.weights import WeightLoader
 from tinyvllm.scheduler import Scheduled
 from tinyvllm.weights.checkpoint import Checkpoint
+from tinyvllm.weights.dummy import dummy_tensors, random_matrix
 from tinyvllm.weights.mapping import allocate
-from tinyvllm.weights.memory import place_bytes, to_device
+from tinyvllm.weights.memory import place_bytes
 
 DISTINCT_BYTES = 512 << 20  # of weights, and of keys and values: caches hold less
-PATTERN_BYTES = 16 << 20
+PATTERN_BYTES = 16 << 20  # of keys and values
+PATTERN_ROWS = 256  # of a matrix
 EMBEDDED = 4096  # rows of an embedding table that are written: tokens of a rehearsal are below
 SECONDS, RUNS = 0.4, 5  # of one measurement, and runs at least
 WHOLE_SECONDS = 0.5  # of a prompt's prefill; a longer one is rehearsed with one layer of each kind
@@ -54,36 +56,31 @@ class StandIns(WeightOutline):
 
     def __init__(self, checkpoint: Checkpoint | None, plan: WeightPlan):
         super().__init__(checkpoint, plan)
-        self._made: dict[int, deque[Tensor]] = {}
-        self._pattern, self._distinct = _pattern(), 0
+        self._made: dict[tuple[Layout, str, int], deque[Tensor]] = {}
+        self._distinct = 0
 
     @property
     def maps_all(self) -> bool:
         return True  # of what is shared, no more memory is taken than `check_room` has counted
 
-    def _empty(self, nbytes: int) -> Tensor:
-        made = self._made.setdefault(nbytes, deque())
+    def _matrix(self, layout: Layout, format: str, O: int, I: int) -> Tensor:
+        nbytes = matrix_bytes(layout, format, O, I)
+        made = self._made.setdefault((layout, format, nbytes), deque())
         if made and self._distinct >= DISTINCT_BYTES:
             made.rotate()
         else:
-            made.appendleft(place_bytes(_filled(nbytes, nbytes, self._pattern), self._plan.placement.device))
+            made.appendleft(place_bytes(stand_in(layout, format, O, I), self._plan.placement.device))
             self._distinct += nbytes
         return made[0]
 
     def _rows(self, recipe: WeightRecipe) -> RowWeight:
         format, (rows, columns) = self._format(recipe), recipe.shape
-        row = row_bytes(format, columns)
-        table = _filled(rows * row, min(rows, EMBEDDED) * row, self._pattern)
+        row, known = row_bytes(format, columns), random_matrix("", format, PATTERN_ROWS, columns).reshape(-1)
+        table = _filled(rows * row, min(rows, EMBEDDED) * row, known)
         return RowWeight(place_bytes(table, self._plan.placement.device), format, rows, columns)
 
     def _plain_tensors(self, recipes: list[WeightRecipe], dtype: DType) -> dict[str, Tensor]:
-        device, storage = self._plan.placement.device, np.dtype(f"V{dtype.itemsize}")  # numpy has no bfloat16
-        tensors = {}
-        for recipe in recipes:
-            nbytes = prod(recipe.shape) * dtype.itemsize
-            numbers = _filled(nbytes, nbytes, self._pattern).view(storage).reshape(recipe.shape)
-            tensors[recipe.name] = to_device(numbers, device, dtype)
-        return tensors
+        return dummy_tensors(recipes, self._plan.placement.device, dtype)
 
     def _concatenated(self, biases: list[Tensor]) -> Tensor:
         return WeightLoader._concatenated(self, biases)
@@ -184,6 +181,25 @@ class RehearsedRunner(Runner):
             model.blk = all_blocks
 
 
+def stand_in(layout: Layout, format: str, O: int, I: int) -> np.ndarray:
+    """uint8: a matrix of small random numbers, whose rows are some rows again and again.
+
+    A step must be finite: a router that gets a NaN chooses no experts, and a token without a logit ends its request.
+    """
+    rows = random_matrix("", format, PATTERN_ROWS, I)
+    if layout is Layout.ROWS:
+        regions, count = [rows.reshape(-1)], O
+    else:
+        regions = pack_tile_regions(format, rows) if layout is Layout.TILES else [pack_panels(format, rows)]
+        count = 16 * ceil_div(O, 16)
+    memory, first = allocate(matrix_bytes(layout, format, O, I)), 0
+    for region in regions:
+        part = memory[first : first + region.size * count // PATTERN_ROWS]
+        part[:] = np.resize(region, part.size)
+        first += part.size
+    return memory
+
+
 def check_room(opened: OpenedModel, held: Iterable[Held], kv_bytes: int) -> None:
     """OutOfMemoryError if stand-ins would take more than half of the free memory."""
     kv = RehearsedModel.of(opened, kv_bytes).kv_layers * kv_bytes
@@ -193,7 +209,7 @@ def check_room(opened: OpenedModel, held: Iterable[Held], kv_bytes: int) -> None
 
 
 def _pattern() -> np.ndarray:
-    """Bytes that are ordinary numbers of either sign in every format: none is a NaN, infinite, or so small that processors slow down."""
+    """Bytes that are ordinary numbers of either sign in every cache: none is a NaN, infinite, or so small that processors slow down."""
     numbers: np.ndarray = np.random.default_rng(0).integers(0, 256, PATTERN_BYTES, np.uint8) & 0x8F | 0x30
     return numbers
 

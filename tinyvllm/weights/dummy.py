@@ -48,10 +48,14 @@ def dummy_tensors(recipes: Iterable[Recipe], device: str, dtype: DType, seed: in
 
 def dummy_rows(recipe: Recipe, format: str) -> np.ndarray:
     """Rows of a matrix in any readable format, uint8 [O, bytes of a row]: normal with deviation 0.02."""
-    O, I = recipe.shape
+    return random_matrix(recipe.name, format, *recipe.shape)
+
+
+def random_matrix(name: str, format: str, O: int, I: int) -> np.ndarray:
+    """The same for a name and a shape."""
     pool, per_block = _rows_pool(format), FORMATS[format].nbytes
     out = allocate(O * row_bytes(format, I))
-    _fill(out, pool, zlib.crc32(recipe.name.encode()) % (len(pool) // per_block) * per_block)
+    _fill(out, pool, zlib.crc32(name.encode()) % (len(pool) // per_block) * per_block)
     return out.reshape(O, -1)
 
 

@@ -7,7 +7,7 @@ block are placed field by field as the format's row of quant/formats.py describe
 from tinyvllm.quant.layouts.panels import MixedWeight, PackedWeight, pack_panels, packable, panel_bytes, unpack_panels
 from tinyvllm.quant.layouts.rows import BLOCK, PANEL, RowWeight, StoredWeight, convert_rows, quantize_rows, row_bytes, unpack_rows
 from tinyvllm.quant.layouts.sources import RowPiece, RowSource, joined
-from tinyvllm.quant.layouts.tiles import TileUnit, TileWeight, pack_tiles, source_unit, tile_unit, unpack_tiles
+from tinyvllm.quant.layouts.tiles import TileUnit, TileWeight, pack_tile_regions, pack_tiles, source_unit, tile_unit, unpack_tiles
 
 __all__ = [
     "BLOCK",
@@ -23,6 +23,7 @@ __all__ = [
     "convert_rows",
     "joined",
     "pack_panels",
+    "pack_tile_regions",
     "pack_tiles",
     "packable",
     "panel_bytes",

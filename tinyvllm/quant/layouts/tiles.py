@@ -81,9 +81,14 @@ def _unit_bytes(format: str) -> int:
 
 def pack_tiles(format: str, rows: np.ndarray) -> np.ndarray:
     """Rows as in a file, uint8 [O, row_bytes] -> tiles, uint8 [panel_bytes of the same matrix]."""
+    return np.concatenate(pack_tile_regions(format, rows))
+
+
+def pack_tile_regions(format: str, rows: np.ndarray) -> list[np.ndarray]:
+    """The regions of the tiles, each uint8: one of the numbers of all rows, one of their scales if the format has them apart."""
     unit = _unit_bytes(format)
     units = padded(rows).reshape(-1, 2, 8, rows.shape[1] // unit, unit).transpose(0, 3, 1, 2, 4)  # [O/16, units, row half, g, bytes]
-    return np.concatenate([_packed(units, regions) for regions in _regions(format)])
+    return [_packed(units, regions) for regions in _regions(format)]
 
 
 def _packed(units: np.ndarray, regions: list[_Region]) -> np.ndarray:
