@@ -59,6 +59,9 @@ COMPARED = {
 }
 
 
+WHOLE = {(format, test) for format in ("BF16", "Q8_0", "Q4_0", "Q4_K_M") for test in ("decode", "prefill")}
+
+
 def records(name: str, forced: bool = False) -> list[Line]:
     """The lines of results/NAME.jsonl that belong to a commit, the oldest first; `forced`: also those with TINYVLLM_KERNELS set."""
     path = RESULTS / f"{name}.jsonl"
@@ -92,10 +95,7 @@ def by_processor(lines: list[Line], block: Callable[[list[Line]], str]) -> str:
 def compared(lines: list[Line], roofs: bool, shape: str = SHAPE) -> str:
     """Tokens a second of every contestant; with `roofs` also their share of what reading the weights once a token allows."""
     rows: list[list[object]] = []
-    for label, (format, test) in COMPARED.items():
-        line = newest(lines, shape=shape, format=format, test=test)
-        if line is None:
-            continue
+    for label, line in [(label, line) for label, of in COMPARED.items() for line in runs(lines, shape, *of)]:
         rates = {name: figures["rate"] for name, figures in line["tok_s"].items()}
         row: list[object] = [label, *(_rate(rates.get(name)) for name in PEERS)]
         others = [rate for name, rate in rates.items() if name != "tinyvllm"]
@@ -109,14 +109,27 @@ def compared(lines: list[Line], roofs: bool, shape: str = SHAPE) -> str:
     return table([f"tok/s, {NAMES[shape]}", *PEERS, "tinyvllm / best other", *roof_columns], rows)
 
 
+def runs(lines: list[Line], shape: str, format: str, test: str) -> list[Line]:
+    """The newest record of a test; and of each older one that has a peer which no newer one has: a ratio is of one run."""
+    chosen, peers = list[Line](), set[str]()
+    for line in reversed([one for one in lines if (one["shape"], one["format"], one["test"]) == (shape, format, test)]):
+        if not chosen or not set(line["tok_s"]) <= peers:
+            chosen.append(line)
+            peers |= set(line["tok_s"])
+    return chosen
+
+
 def _rate(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def readme(lines: list[Line]) -> str:
-    """The table of the newest kind of processor."""
+    """The table of the kind of processor that was measured last with all of `WHOLE`."""
     lines = [line for line in lines if line["shape"] == SHAPE]
-    kind = processor(lines[-1])
+    done: dict[str, set[tuple[str, str]]] = {}
+    for line in reversed(lines):
+        done.setdefault(processor(line), set()).add((line["format"], line["test"]))
+    kind = next((kind for kind, tests in done.items() if tests >= WHOLE), processor(lines[-1]))
     return f"{kind}:\n\n{compared([line for line in lines if processor(line) == kind], roofs=False)}"
 
 

@@ -27,7 +27,7 @@ class Transformers:
         self._load(torch.bfloat16)
 
     def _load(self, dtype: Any) -> None:
-        self.model = None  # before the next one takes its memory
+        self.model: Any = None  # before the next one takes its memory
         self.model = self.library.AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype).eval()
         self._fresh()
 

@@ -78,3 +78,20 @@ def test_goals_of_quality_are_those_whose_rows_were_measured() -> None:
         ["KL mean of q4_k_m by that of q4_0", "at most 0.5", "0.25"],
         ["perplexity with KV cache int8, change", "at most 0.1%", "+0.050%"],
     ]
+
+
+def test_a_peer_that_an_older_run_alone_has_keeps_its_row() -> None:
+    def line(commit: str, *peers: str) -> figures.Line:
+        known = {"shape": "tinyllama-1.1b", "format": "BF16", "test": "decode"}
+        return {**known, "commit": commit, "tok_s": {name: {"rate": 9.0} for name in ("tinyvllm", *peers)}}
+
+    lines = [line("a", "llama.cpp"), line("b", "llama.cpp", "ik_llama.cpp"), line("c", "transformers"), line("d", "transformers")]
+    assert [one["commit"] for one in figures.runs(lines, "tinyllama-1.1b", "BF16", "decode")] == ["d", "b"]
+
+
+def test_the_readme_has_the_last_processor_that_was_measured_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    own = {"commit": "a", "isa": "avx2", "cores": 2, "shape": "tinyllama-1.1b", "tok_s": {"tinyvllm": {"rate": 30.0}}}
+    whole = [{**own, "cpu": cpu, "format": format, "test": test} for cpu in ("W", "X") for format, test in sorted(figures.WHOLE)]
+    (tmp_path / "compare.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*whole, {**whole[0], "cpu": "Y"}]))
+    assert "2 cores of an X (AVX2):" in filled("<!-- figures readme -->\n<!-- end -->\n")
