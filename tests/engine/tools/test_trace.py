@@ -86,15 +86,20 @@ def test_other_loops(tiny_model: Path, options: dict[str, Any]) -> None:
         assert "ssplwo" in slices
 
 
-def test_tokens_are_the_same_without_a_trace(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def sample_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SAMPLE_EVERY", 1)
+    monkeypatch.setattr(module, "SAMPLE_SHARE", math.inf)
+
+
+def test_tokens_are_the_same_without_a_trace(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample_every_step(monkeypatch)
     before = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
     assert traced(llm, PROMPTS)[1] == before
 
 
 def test_the_kernels_of_a_captured_step_have_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode of the bundled model: in each layer its matrices and activations once, and one context."""
-    monkeypatch.setattr(module, "SAMPLE_EVERY", 1)
+    sample_every_step(monkeypatch)
     with LLM(**OPTIONS) as llm:
         events, _ = traced(llm, ["hello"])
         c, prompt = llm.engine.runner.config, of(events, "b")[0]["args"]["prompt_tokens"]
@@ -136,7 +141,7 @@ def test_kernels_have_operations_and_the_share_of_a_measured_roof(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rate of products is measured for --profile; a trace of a server takes what is kept, and measures nothing."""
-    monkeypatch.setattr(module, "SAMPLE_EVERY", 1)
+    sample_every_step(monkeypatch)
     measured: list[list[str]] = []
 
     def measure(device: str, formats: Collection[str], nbytes: int) -> None:
@@ -191,9 +196,19 @@ def test_a_step_with_a_trace_costs_a_fixed_number_of_calls(llm: LLM, monkeypatch
         llm.engine.step()
 
 
+def num_sampled(llm: LLM) -> int:
+    return [event["args"]["sampled"] for event in of(traced(llm, ["hello"])[0], "X", 1, "step")].count(True)
+
+
 def test_one_step_in_many_is_sampled(llm: LLM) -> None:
-    events, _ = traced(llm, ["hello"])
-    assert [event["args"]["sampled"] for event in of(events, "X", 1, "step")].count(True) == 1
+    assert num_sampled(llm) == 1
+
+
+def test_samples_that_take_much_of_the_time_are_fewer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample_every_step(monkeypatch)
+    assert num_sampled(llm) > 4
+    monkeypatch.setattr(module, "SAMPLE_SHARE", 1e-6)
+    assert num_sampled(llm) == 1
 
 
 def test_a_request_is_one_flow_from_its_arrival_to_its_end(llm: LLM) -> None:
@@ -253,7 +268,7 @@ def test_one_trace_at_a_time_and_it_ends_after_its_steps(llm: LLM) -> None:
 
 
 def test_steps_kept_on_disk_keep_the_work_of_their_kernels(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SAMPLE_EVERY", 1)
+    sample_every_step(monkeypatch)
     use_own_steps(monkeypatch, tmp_path)
     seen = []
     for profile in (None, str(tmp_path / "trace.json")):  # which decides no launch

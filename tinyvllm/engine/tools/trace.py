@@ -26,8 +26,9 @@ from tinyvllm.scheduler import Schedule, Scheduler
 if TYPE_CHECKING:
     from tinyvllm.runner.runner import Runner
 
-SAMPLE_EVERY = 64  # steps, of which one has its kernels timed: of a millisecond each and 300 kernels, 1% of the time
+SAMPLE_EVERY = 64  # steps at least, of which one has its kernels timed
 SAMPLE_EVERY_GPU = 512  # where a sampled step runs its kernels one by one
+SAMPLE_SHARE = 0.004  # of the time at most is spent on the events of sampled steps: short steps are sampled less often
 COUNTER_SECONDS = 0.1  # between two readings of the memory
 FLUSH_SECONDS = 1.0
 FLUSH_EVENTS = 4096
@@ -58,7 +59,7 @@ class StepTrace(EngineObserver):
         self._output, self._runner, self._scheduler, self._roof = output, runner, scheduler, roof
         self._max_steps, self._on_end = max_steps, on_end
         self._sample_every = SAMPLE_EVERY_GPU if runner.overlaps else SAMPLE_EVERY
-        self._until_sample = 0  # steps
+        self._until_sample, self._sample_after = 0, 0.0  # steps, and a time: the next sample is after both
         self._timer = KernelTimer()
         self._sampling = False
         self._start = time.perf_counter()
@@ -66,6 +67,7 @@ class StepTrace(EngineObserver):
         self.marks: Marks = []  # of steps that are no text yet
         self._steps: list[tuple[int, int, str]] = []  # of these their rows and sequences, and whether they were sampled
         self._templates: dict[tuple[str, ...], str] = {}  # of steps with these phases
+        self._last = self._start  # the end of the last step
         self._rows = self._num_sequences = 0  # of the last schedule
         self._attention: dict[str, Iterator[float]] = {}  # bytes that the next layer's attention reads, by the stem of its kernel
         self._flows: dict[ActiveRequest, int] = {}  # of requests that run
@@ -88,7 +90,7 @@ class StepTrace(EngineObserver):
     def step_started(self) -> None:
         if len(self.marks) > MAX_MARKS:
             self._format_steps()
-        self._sampling = self._until_sample <= 0
+        self._sampling = self._until_sample <= 0 and self._last >= self._sample_after
         if self._sampling:
             start_timing(self._timer)
 
@@ -101,11 +103,12 @@ class StepTrace(EngineObserver):
 
     def step_finished(self) -> None:
         self._steps.append((self._rows, self._num_sequences, "true" if self._sampling else "false"))
+        self._last = now = float(self.marks[-1])
         if self._sampling:
             self._take_sample()
         self._until_sample -= 1
         self.num_steps += 1
-        ends, now = self.num_steps == self._max_steps, float(self.marks[-1])
+        ends = self.num_steps == self._max_steps
         if ends or len(self._steps) >= FORMAT_STEPS or now > self._count_at:
             self._format_steps()
             self._write_due(now)
@@ -154,7 +157,7 @@ class StepTrace(EngineObserver):
         times = self._stop_sampling()
         if not times:
             return
-        self._until_sample = self._sample_every
+        began, self._until_sample = time.perf_counter(), self._sample_every
         self.table.num_steps += 1
         for kernel in times:
             nbytes = kernel.nbytes or self._bytes_of_attention(kernel.name)
@@ -166,6 +169,7 @@ class StepTrace(EngineObserver):
                 f'"of roof":{share:.3f},"bound":"{bound}"}}'
             )
             self._events.append(self._slice(_KERNELS, kernel.name, kernel.start, kernel.start + kernel.seconds, arguments))
+        self._sample_after = self._last + (time.perf_counter() - began) / SAMPLE_SHARE
 
     def _stop_sampling(self) -> list[KernelTime]:
         stop_timing(self._timer)
