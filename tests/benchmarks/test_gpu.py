@@ -49,6 +49,7 @@ def figures(run: Path, *words: str) -> dict[str, dict]:
     return {line["what"]: line for line in gpu.lines_of(run)}
 
 
+@pytest.mark.long
 def test_roofs_and_what_they_are_for(driver: Driver, tmp_path: Path) -> None:
     run = tmp_path / "run"
     found = figures(run, "roofs")

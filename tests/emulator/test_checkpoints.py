@@ -21,7 +21,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 PRODUCTS = ("matmul", "norm_head", "norm_gate_up_silu")
 # Settings, matrices, other matrices, formats on the GPU; and a seed with which no greedy step is a near tie.
 KINDS = integers.KINDS | {"awq": (awq_settings(64), awq(64), {}, {"INT4_G64", "F16"}, 1)} | small_floats.KINDS
-LONG = {*KINDS} - {"gptq with v in 8 bits and act-order", "nf4"}
+LONG = {*KINDS} - {"nf4"}
 
 
 @pytest.fixture(scope="module")

@@ -43,13 +43,15 @@ def answers(model: Any, **options: Any) -> list[tuple[list[int], float]]:
     return [(list(out.outputs[0].token_ids), out.outputs[0].cumulative_logprob) for out in found]
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3", "medusa_lite", "eagle_lite"])
+@pytest.mark.parametrize(
+    "method", ["eagle3", *(pytest.param(m, marks=pytest.mark.long) for m in ("medusa", "eagle", "medusa_lite", "eagle_lite"))]
+)
 def test_tokens_are_those_without_heads(tiny_model: Any, tmp_path: Any, plain: Any, method: str) -> None:
     """Prompts in chunks, a prefix hit, greedy and sampled requests together, a cache too small for all of them."""
     assert answers(tiny_model, speculative_config=config_of(method, tmp_path)) == plain
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle3"])
+@pytest.mark.parametrize("method", ["medusa", pytest.param("eagle3", marks=pytest.mark.long)])
 def test_packed_heads_change_no_token(tiny_model: Any, tmp_path: Any, plain: Any, method: str) -> None:
     """Heads whose matrices are packed at load take less memory, which is counted, and guess about the same tokens."""
     config = config_of(method, tmp_path)
@@ -69,6 +71,7 @@ def test_what_heads_cannot_be_packed_to(tiny_model: Any, tmp_path: Any) -> None:
         LLM(str(tiny_model), device="CPU", num_blocks=24, speculative_config=config)
 
 
+@pytest.mark.long
 def test_the_models_own_layer(tiny_model: Any, tmp_path: Any) -> None:
     """MiMo, which is Qwen2 with a layer for drafts: tokens with it and without; a model without one is refused by name."""
     model = tiny.write_mimo(tmp_path / "mimo", tiny_model)

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.in_turn import in_turn
 from tests.tiny.to_gguf import read_folder
 from tinyvllm import LLM, RequestOutput, SamplingParams
 from tinyvllm.backends import registry
@@ -159,17 +160,13 @@ def reference(folder: Path, name: str, format: str) -> tuple[np.ndarray, list[li
     return answer
 
 
-@pytest.mark.parametrize("row", ROWS)
+OFTEN = [("llama3.1", "F32"), *(("qwen3", format) for format in FORMATS), ("gpt2", "BF16"), ("qwen3moe", "F32")]
+SELDOM = [*((name, "F32") for name in NAMES if name not in ("llama3.1", "qwen3", "qwen3moe")), ("gpt2", "Q8_0"), ("qwen3moe", "Q8_0")]
+
+
 @pytest.mark.parametrize(
-    ("name", "format"),
-    [
-        *(pytest.param(*family.values, "F32", marks=family.marks) for family in FAMILIES),
-        *(("qwen3", format) for format in FORMATS if format != "F32"),
-        ("gpt2", "BF16"),
-        pytest.param("gpt2", "Q8_0", marks=pytest.mark.long),
-        ("qwen3moe", "F32"),
-        pytest.param("qwen3moe", "Q8_0", marks=pytest.mark.long),
-    ],
+    ("name", "format", "row"),
+    [*in_turn(OFTEN, ROWS), *(pytest.param(*case, row, marks=pytest.mark.long) for case in SELDOM for row in ROWS)],
 )
 def test_every_row_follows_the_reference(wide: Callable[[str], Path], name: str, format: str, row: str) -> None:
     expected, tokens = reference(wide(name), name, format)

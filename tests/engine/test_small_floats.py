@@ -32,7 +32,7 @@ def open_folder(folder: Path, **options) -> LLM:
     return LLM(folder / "quantized", device="CPU", max_model_len=160, skip_tokenizer_init=True, **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind if kind == "nvfp4" else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS])
 def test_greedy_tokens_are_those_of_the_dequantized_model(tmp_path, kind):
     config, quantize, more, formats, seed = KINDS[kind]
     folder, prompts = quantized.write(tmp_path, config, quantize, more, seed), prompts_of(2, quantized.V)

@@ -137,7 +137,8 @@ def test_drafts_that_make_steps_fail_are_not_tried_again(llm: LLM, oracle: Any) 
     assert len(failed) == 1 and controller.accepted > accepted + 5
 
 
-@pytest.mark.parametrize("method", ["eagle3", pytest.param("medusa", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
 def test_heads_after_a_step_that_failed(tiny_model: Any, tmp_path: Any, method: str) -> None:
     """The sequences are computed again, and so are the heads' entries."""
     wanted = [SamplingParams(temperature=t, seed=3, max_tokens=20, ignore_eos=True) for t in (0.0, 0.9)]

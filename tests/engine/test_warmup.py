@@ -61,7 +61,7 @@ def without_drafts(tiny_model):
 
 
 @pytest.mark.parametrize(
-    "method", ["draft_model", "eagle3", "suffix", *(pytest.param(m, marks=pytest.mark.long) for m in ("medusa", "eagle_lite"))]
+    "method", ["draft_model", *(pytest.param(m, marks=pytest.mark.long) for m in ("eagle3", "suffix", "medusa", "eagle_lite"))]
 )
 def test_no_request_waits_for_a_capture_of_its_drafts(tiny_model, tmp_path, captures, without_drafts, method):
     """Nor for that of a step that checks drafts, with fewer drafts at the end, too; the tokens are those without drafts."""

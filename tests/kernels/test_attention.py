@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
+from tests.in_turn import in_turn
 from tests.kernels.calling import aligned, call
 from tinyvllm.backends.cpu.toolchain import cpu_features
 from tinyvllm.backends.kernel import Kernel
@@ -237,20 +238,12 @@ NEW = [1, 70, 3, 1, 20, 1, 33]
 CONTEXT = [1, 70, 17, 300, 530, 64, 289]
 
 
-# each shape on each target, of which the plain suite has one: they take turns
-RAGGED_TARGETS = [
-    pytest.param(shape, target, id=f"{shape}-{target}", marks=() if i % len(TARGETS) == j else pytest.mark.long)
-    for i, shape in enumerate(RAGGED)
-    for j, target in enumerate(TARGETS)
-]
-
-
 @functools.cache
 def ragged(shape: Shape) -> Case:
     return make(shape, NEW, CONTEXT)
 
 
-@pytest.mark.parametrize(("shape", "target"), RAGGED_TARGETS)
+@pytest.mark.parametrize(("shape", "target"), in_turn(RAGGED, TARGETS))
 def test_ragged_sequences(shape: Shape, target: str) -> None:
     case = ragged(shape)
     want = oracle(rounded(case))
@@ -265,8 +258,7 @@ CUT = [Shape(H=4, K=1, D=64, dtype="BF16"), Shape(H=3, K=3, D=128, S=8, window=9
 CUT += [Shape(H=4, K=1, D=64, dtype=dtype, S=8) for dtype in KV_FORMATS]
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("shape", CUT, ids=str)
+@pytest.mark.parametrize(("shape", "target"), in_turn(CUT, TARGETS))
 def test_every_row_has_the_bits_of_decode_however_prompts_are_cut(shape: Shape, target: str) -> None:
     whole = make(shape, [150], [290])
     rows = prefill(whole, target)
@@ -280,8 +272,7 @@ def test_every_row_has_the_bits_of_decode_however_prompts_are_cut(shape: Shape, 
             assert same(decode(cut, target), rows[first + new[0] - 1 : first + new[0]]), (new, context)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("shape", [RAGGED[1], RAGGED[9]], ids=str)
+@pytest.mark.parametrize(("shape", "target"), in_turn([RAGGED[1], RAGGED[9]], TARGETS))
 def test_lanes_do_not_change_bits(shape: Shape, target: str) -> None:
     case = ragged(shape)
     rows, last = prefill(case, target, threads=1), decode(case, target, threads=1)
@@ -290,8 +281,9 @@ def test_lanes_do_not_change_bits(shape: Shape, target: str) -> None:
         assert same(decode(case, target, threads=threads), last)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("shape", [Shape(H=8, K=2, D=64, dtype="BF16"), Shape(H=2, K=2, D=64, dtype="F16", window=1000)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "target"), in_turn([Shape(H=8, K=2, D=64, dtype="BF16"), Shape(H=2, K=2, D=64, dtype="F16", window=1000)], TARGETS)
+)
 def test_long_contexts(shape: Shape, target: str) -> None:
     case = make(shape, [9, 1], [4096, 4100], M=300)
     want, got = oracle(case), prefill(case, target)
@@ -322,8 +314,7 @@ def test_a_row_is_not_reached_by_later_tokens(target: str) -> None:
     assert np.isnan(dirty[10:]).all()
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", KV_FORMATS)
+@pytest.mark.parametrize(("dtype", "target"), in_turn(KV_FORMATS, TARGETS))
 def test_a_packed_row_is_not_reached_by_later_tokens(dtype: str, target: str) -> None:
     """Nor by what unused slots hold, whose scales may be NaN; a NaN that is seen reaches the row."""
     shape = Shape(H=3, K=3, D=64, dtype=dtype)
@@ -339,8 +330,7 @@ def test_a_packed_row_is_not_reached_by_later_tokens(dtype: str, target: str) ->
         scales[case.tables[0, 70 // 16], side, :, 70 % 16] = before
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", ["BF16", *KV_FORMATS])
+@pytest.mark.parametrize(("dtype", "target"), in_turn(["BF16", *KV_FORMATS], TARGETS))
 def test_queries_that_are_not_finite_give_nan(dtype: str, target: str) -> None:
     """Of rows whose keys end with a tile, and with a part of one."""
     case = make(Shape(H=3, K=3, D=64, dtype=dtype), [40], [100])
@@ -380,7 +370,7 @@ def grouped(shape: Shape, seed: int = 0, groups: list[list[tuple[int, int]]] = G
     return make(shape, [1] * len(context), context, seed=seed, shared=shared)
 
 
-@pytest.mark.parametrize(("shape", "target"), RAGGED_TARGETS)
+@pytest.mark.parametrize(("shape", "target"), in_turn(RAGGED, TARGETS))
 def test_shared_blocks_read_once_give_the_same_bits(shape: Shape, target: str) -> None:
     case = grouped(shape)
     want = decode(case, target)
@@ -392,8 +382,7 @@ def test_shared_blocks_read_once_give_the_same_bits(shape: Shape, target: str) -
         assert same(decode(case, target, shared_prefix_lens=less), want)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("shape", [RAGGED[1], RAGGED[5]], ids=str)
+@pytest.mark.parametrize(("shape", "target"), in_turn([RAGGED[1], RAGGED[5]], TARGETS))
 def test_what_is_said_to_be_shared_is_read_from_the_one_before(shape: Shape, target: str) -> None:
     """Sequence 1 is wrongly said to begin as sequence 0 does: it gets what it would get if its table said so, too."""
     case = make(shape, [1, 1, 1], [400, 330, 350])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.formats import sampled_formats
+from tests.in_turn import in_turn
 from tests.kernels.calling import aligned, call
 from tinyvllm.backends.cpu.toolchain import cpu_features
 from tinyvllm.backends.kernel import Kernel
@@ -120,15 +121,7 @@ def matmul(kernel: Kernel, x: np.ndarray, panels: np.ndarray, *more: np.ndarray,
     return out
 
 
-# each format on each target, of which the plain suite has one: they take turns
-IN_TURN = [
-    pytest.param(format, target, id=f"{format}-{target}", marks=() if i % len(TARGETS) == j else pytest.mark.long)
-    for i, format in enumerate(FORMATS)
-    for j, target in enumerate(TARGETS)
-]
-
-
-@pytest.mark.parametrize(("format", "target"), IN_TURN)
+@pytest.mark.parametrize(("format", "target"), in_turn(FORMATS, TARGETS))
 @pytest.mark.parametrize("I, O, full", [(32, 1, 1), (96, 48, 0), (1120, 131, 1)])
 def test_matmul(I: int, O: int, full: int, format: str, target: str) -> None:
     """`full` adds bias, gelu and residual."""
@@ -155,8 +148,7 @@ def test_rows_after_the_last_are_unchanged(target: str) -> None:
         assert np.isfinite(out[:rows]).all() and (out[rows:].view(np.uint32) == 0xFFFFFFFF).all()
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("format", "target"), in_turn(FORMATS, TARGETS))
 def test_a_row_has_the_same_bits_in_any_batch(format: str, target: str) -> None:
     I, O, most = 256, 70, 512 if target != "plain" else 130
     panels, _ = pack(numbers(O, I), format)
@@ -169,8 +161,7 @@ def test_a_row_has_the_same_bits_in_any_batch(format: str, target: str) -> None:
             assert (got.view(np.uint32) == want[start : start + T].view(np.uint32)).all(), f"T={T}, {threads} threads"
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("format", "target"), in_turn(FORMATS, TARGETS))
 def test_matmul_passes_on_what_is_not_finite(format: str, target: str) -> None:
     I = packable_width(format, 96)
     panels, _ = pack(numbers(16, I), format)
@@ -193,8 +184,7 @@ _QUANTS = {
 }
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("format", _QUANTS)
+@pytest.mark.parametrize(("format", "target"), in_turn(_QUANTS, TARGETS))
 def test_the_largest_integers_do_not_overflow(format: str, target: str) -> None:
     """All integers of the weights at their limits, and all of x at 127 or -127: sums of 16 bits would be the first to fail."""
     I, O, (start, end) = 512, 16, _QUANTS[format]
@@ -253,8 +243,7 @@ _BY_ROUNDING = {Activations.FLOAT32: 4e-6, Activations.BFLOAT16: 4e-4, Activatio
 FUSED_TOLERANCE = {format: _BY_ROUNDING[activations_of(format, Layout.PANELS)] for format in FORMATS}
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("bias, format", [(0, "F32"), (1, "F16"), (0, "BF16"), (1, "Q8_0"), (0, "Q4_0")])
+@pytest.mark.parametrize(("bias", "format", "target"), in_turn([(0, "F32"), (1, "F16"), (0, "BF16"), (1, "Q8_0"), (0, "Q4_0")], TARGETS))
 def test_norm_gate_up_silu(bias: int, format: str, target: str) -> None:
     E, F, eps = 96, 80, 1e-5
     weight, norm, biases = numbers(2 * F, E), numbers(E), numbers(2 * F)
@@ -271,8 +260,7 @@ def test_norm_gate_up_silu(bias: int, format: str, target: str) -> None:
         close(out, gate / (1 + np.exp(-gate)) * up, size[:, :F] * size[:, F:], FUSED_TOLERANCE[format])
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("F, format", [(80, "BF16"), (80, "Q4_0"), (1296, "BF16"), (1296, "Q4_K")])
+@pytest.mark.parametrize(("F", "format", "target"), in_turn([(80, "BF16"), (80, "Q4_0"), (1296, "BF16"), (1296, "Q4_K")], TARGETS))
 def test_a_gated_row_has_the_same_bits_in_any_batch(F: int, format: str, target: str) -> None:
     """Also with 81 panels: few rows then take several pairs of gate's panels before those of up, the last pair a half one."""
     E, most = 256 if format == "Q4_K" else 96, 125
@@ -334,8 +322,7 @@ def qkv(case: tuple, target: str, x: np.ndarray, slots: np.ndarray, pool: np.nda
     return q, y, size.max(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("case", HEADS, ids=str)
+@pytest.mark.parametrize(("case", "target"), in_turn([(case,) for case in HEADS], TARGETS))
 def test_norm_qkv_rope_store(case: tuple, target: str) -> None:
     H, K, D, *_, cache, format = case
     S, P, E = 8, 5, 64
@@ -367,8 +354,10 @@ def test_qkv_has_the_same_bits_in_any_batch(target: str) -> None:
     assert (rows[0] == rows[1][::-1]).all()
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("V, layer, format", [(331, 0, "BF16"), (64, 1, "F32"), (17, 0, "F16"), (48, 1, "Q8_0"), (131, 0, "Q4_0")])
+@pytest.mark.parametrize(
+    ("V", "layer", "format", "target"),
+    in_turn([(331, 0, "BF16"), (64, 1, "F32"), (17, 0, "F16"), (48, 1, "Q8_0"), (131, 0, "Q4_0")], TARGETS),
+)
 def test_norm_head(V: int, layer: int, format: str, target: str) -> None:
     E, T, N, count, eps = 64, 9, 6, 4, 1e-5
     x, norm, norm_bias = numbers(T, E), numbers(E), numbers(E, seed=1)

@@ -80,9 +80,9 @@ def draws(sampler: Sampler, sequences: list[Sequence], logits: np.ndarray) -> li
 
 
 @pytest.mark.skipif(TARGETS[-1] == "plain", reason="the reference is compiled for this machine, and may fuse what `plain` does not")
-@pytest.mark.parametrize(("V", "B", "batches"), [(64, 8, 60), (1000, 1, 40), (1000, 3, 20), (1000, 8, 40), (32000, 8, 6), (128256, 3, 2)])
+@pytest.mark.parametrize(("V", "B", "batches"), [(64, 8, 20), (1000, 1, 20), (1000, 8, 20), (32000, 8, 4), (128256, 3, 2)])
 def test_tokens_counts_and_positions_are_the_references(V, B, batches, monkeypatch):
-    """Batches of random requests, five steps each: 4770 draws."""
+    """Batches of random requests, five steps each."""
     random = np.random.default_rng(V + B)
     samplers = {"ref": Sampler(V, NEUTRAL, "CPU"), TARGETS[-1]: Sampler(V, NEUTRAL, "CPU")}
     everything = SamplingParams(seed=1, temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, presence_penalty=0.1, logit_bias={1: 1.0})

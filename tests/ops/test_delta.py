@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import pytest
 
+from tests.in_turn import in_turn
 from tests.kernels.delta_rule import gated_delta as expected
 from tests.ops.inputs import VARIANTS, by_kernel, int32, numbers, realized
 from tinyvllm.batch import Batch, StateCache
@@ -65,8 +66,7 @@ class Layer:
         return np.concatenate([out[:used], out[Bd : Bd + sum(lengths)]])
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, "ref"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "variant"), in_turn(SHAPES, [*VARIANTS, "ref"]))
 def test_values_and_states_are_those_of_the_rule(variant, shape, monkeypatch):
     """Two decodes, a chunk that begins its sequence and one that continues, with padding."""
     layer, y = Layer(shape), numbers(2 + 5 + 1 + 3, shape.width, seed=6)
@@ -83,8 +83,7 @@ def test_values_and_states_are_those_of_the_rule(variant, shape, monkeypatch):
     assert (after[3] == layer.states[3]).all(), "no sequence had that slot"
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "variant"), in_turn(SHAPES, VARIANTS))
 def test_a_sequence_has_the_same_bits_in_any_batch_and_in_any_pieces(variant, shape, monkeypatch):
     y, others = numbers(11, shape.width, seed=6), numbers(4, shape.width, seed=7)
     whole, pieces = Layer(shape), Layer(shape)
@@ -100,8 +99,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch_and_in_any_pieces(variant, sh
     assert (pieces.cache.states.numpy()[3] == whole.cache.states.numpy()[2]).all()
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, "ref"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "variant"), in_turn(SHAPES, [*VARIANTS, "ref"]))
 def test_a_copy_of_the_state_continues_as_the_sequence_does(variant, shape, monkeypatch):
     """Copies in the middle of a chunk, after its first row, after its last, in a decode, and none beyond what the step computes."""
     y, layer = numbers(9, shape.width, seed=6), Layer(shape)

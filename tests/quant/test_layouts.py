@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tinygrad import GlobalCounters, Tensor, dtypes
 
+from tests.in_turn import in_turn
 from tests.kernels.calling import aligned, call
 from tests.ops.inputs import device_bytes
 from tests.quant.blocks import relative_error
@@ -98,7 +99,7 @@ def test_panels_byte_for_byte():
             assert quants[k // 4, r, k % 4] == row[2 + k]  # elements 13 and 29
 
 
-@pytest.mark.parametrize("O,I", [(1, 32), (17, 96), (48, 64)])
+@pytest.mark.parametrize("O,I", [pytest.param(1, 32, marks=pytest.mark.long), (17, 96), pytest.param(48, 64, marks=pytest.mark.long)])
 @pytest.mark.parametrize("format", PACKED)
 @pytest.mark.parametrize("kind", [PackedWeight, RowWeight])
 def test_tinygrad_reads_the_exact_numbers(kind, format, O, I):
@@ -138,8 +139,7 @@ def packed_by_kernel(target: str, source: str, format: str, rows: np.ndarray, I:
     return out[panel:-panel]
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("format", PACKED)
+@pytest.mark.parametrize(("format", "target"), in_turn(PACKED, TARGETS))
 @pytest.mark.parametrize("threads,shift", [(1, 0), (2, 1), (3, 10)])
 def test_kernel_writes_the_same_bytes(target, format, threads, shift):
     for O, I in SHAPES:
@@ -148,8 +148,7 @@ def test_kernel_writes_the_same_bytes(target, format, threads, shift):
         np.testing.assert_array_equal(packed_by_kernel(target, format, format, rows, I, threads, shift), pack_panels(format, rows))
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("source,format", CONVERSIONS)
+@pytest.mark.parametrize(("source", "format", "target"), in_turn(CONVERSIONS, TARGETS))
 def test_kernel_converts_as_numpy_does(target, source, format):
     for O, I in SHAPES:
         rows = file_rows(source, O, I)

@@ -86,7 +86,10 @@ def expect(oracle: Oracle, text: Text, found: tuple[list[int], list[float]], cou
     np.testing.assert_allclose(found[1], expected, rtol=2e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, tiny.MTP], ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, id=layout.name, marks=() if layout.name == "eagle3" else pytest.mark.long) for layout in (*LAYOUTS, tiny.MTP)],
+)
 def test_eagle_heads_guess_what_their_formulas_say(layout: Layout, tmp_path: Path) -> None:
     """A prompt in two chunks, then steps with none, some and all guesses accepted; a second text joins on the way."""
     drafter, oracle = eagle_drafter(tmp_path, layout, Ends.random())

@@ -34,7 +34,7 @@ def rehearse(path: Path, **options: Any) -> StepSeconds:
     return rehearsed_seconds(config, model, model.outline().held, sequences=3, context=40, prompt=40)
 
 
-@pytest.mark.parametrize("family", ["llama2", "qwen3moe", "gpt2"])
+@pytest.mark.parametrize("family", ["llama2", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3moe", "gpt2"))])
 def test_steps_run(family: str) -> None:
     found = rehearse(GOLDEN / family)
     assert 0 < found.decode < 10 and 0 < found.decode_all < 10 and 0 < found.prompt < 10

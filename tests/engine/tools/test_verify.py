@@ -68,6 +68,7 @@ def test_broken_weights_are_no_fault_of_a_kernel(tiny_model, tmp_path):
         verify(llm.engine, ["a"], steps=0)
 
 
+@pytest.mark.long
 def test_a_wrong_constant_in_a_kernel_is_found_and_named(tiny_model, tmp_path):
     shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
     source = tmp_path / "kernels" / "cpu" / "include" / "activations.h"
