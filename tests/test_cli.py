@@ -72,7 +72,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (["--prompt", "x", "-pp", "2", "--device", "CUDA"], ["pipeline_parallel_size=2 runs on the CPU only", "device=CUDA"]),
         (["--prompt", "x", "-cp", "2", "--block-size", "32"], ["block_size=32 does not work with context_parallel_size=2", "give 512"]),
         (["--prompt", "x", "--no-enable-chunked-prefill"], ["--no-enable-chunked-prefill=False", "accepted: True"]),
-        (["--prompt", "x", "-ngl", "99"], ["-ngl=99", "nearest: --device"]),
+        (["--prompt", "x", "-ngl", "99", "--device", "CUDA"], ["gpu_layers=99", "device=CUDA: give device=CUDA,CPU"]),
         (["--prompt", "x", "-t", "65"], ["--threads must be a number from 1 to 64", "65"]),
         (["--prompt", "x", "-tb", "4"], ["-tb=4", "--threads"]),
         (["--prompt", "x", "-cnv"], ["-cnv", "tinyvllm chat"]),

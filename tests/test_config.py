@@ -109,6 +109,21 @@ def test_options_under_the_names_of_vllm(tmp_path: Path) -> None:
             {"tensor_parallel_size": 2, "quantization": "q4_k", "imatrix": tmp_path / "i.dat"},
             ["imatrix does not work with tensor_parallel_size=2"],
         ),
+        ({"device": "CPU,CUDA"}, ["device=CPU,CUDA: expected a GPU, then the CPU"]),
+        ({"device": "CUDA:0,CUDA:1"}, ["device=CUDA:0,CUDA:1: expected a GPU, then the CPU"]),
+        ({"device": "NV,CPU"}, ["device=NV,CPU: expected a GPU"]),
+        ({"device": "auto,CPU"}, ["device must name each of several devices once", "'auto,CPU'"]),
+        ({"device": "CUDA,CUDA"}, ["device must name each of several devices once"]),
+        ({"device": "CUDA,toaster"}, ["device must be one of", "'toaster'"]),
+        ({"device": "CUDA,CPU", "tensor_parallel_size": 2}, ["tensor_parallel_size=2 does not work with device=CUDA,CPU"]),
+        ({"device": "METAL,CPU", "context_parallel_size": 2}, ["context_parallel_size=2 does not work with device=METAL,CPU"]),
+        ({"device": "CUDA,CPU", "pipeline_parallel_size": 3}, ["pipeline_parallel_size=3 contradicts device=CUDA,CPU"]),
+        ({"device": "CUDA,CPU", "swap_space": "1GiB"}, ["swap_space does not work with device=CUDA,CPU"]),
+        ({"device": "CUDA,CPU", "speculative_config": "ngram"}, ["speculative_config does not work with device=CUDA,CPU"]),
+        ({"device": "CUDA,CPU", "gpu_layers": 0}, ["gpu_layers must be an integer of 1 or more, got 0"]),
+        ({"device": "CUDA", "gpu_layers": 8}, ["gpu_layers=8", "device=CUDA: give device=CUDA,CPU"]),
+        ({"more_devices": ("CPU",)}, ["unknown engine option 'more_devices'"]),
+        ({"cpu_offload_gb": 4}, ["cpu_offload_gb=4", "device=CUDA,CPU"]),
         ({"context_parallel_size": 3}, ["context_parallel_size must be one of 1, 2, 4, 8", "got 3"]),
         ({"context_parallel_size": 2, "block_size": 16}, ["block_size=16", "context_parallel_size=2", "256 tokens", "leave it out"]),
         ({"context_parallel_size": 2, "enable_lora": True}, ["enable_lora does not work with context_parallel_size=2"]),
@@ -176,6 +191,11 @@ def test_devices_have_one_spelling(tmp_path: Path) -> None:
     assert [parse_device("device", d) for d in ("cpu", "Cuda:1", "AUTO", "METAL")] == ["CPU", "CUDA:1", "auto", "METAL"]
     assert resolve(tmp_path, environ={"TINYVLLM_DEVICE": "cpu"}).device == "CPU"
     assert resolve(tmp_path, environ={"TINYVLLM_DEVICE": "cpu"}, device="cuda").device == "CUDA"
+    for given in ({"environ": {"TINYVLLM_DEVICE": "cuda:1, cpu"}}, {"environ": {}, "device": "cuda:1,cpu"}):
+        both = resolve(tmp_path, **given)
+        assert (both.devices, both.device_names, both.pipeline_parallel_size) == (("CUDA:1", "CPU"), "CUDA:1,CPU", 2)
+        assert both.speculative_config is None and both.cpu_ranks == 1 and both.step_seconds == 0.25
+        assert both.of_rank(1).devices == ("CPU",) and both.of_rank(1).num_ranks == 2
 
 
 def test_environment_switches(tmp_path: Path) -> None:

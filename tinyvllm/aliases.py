@@ -67,7 +67,9 @@ VLLM: dict[str, Alias] = {
     "calculate_kv_scales": Alias(
         inert=(True, False, None), nearest=("kv_cache_dtype",), why="each key and value of a packed KV cache has a scale of its own"
     ),
-    "cpu_offload_gb": Alias(inert=(0, 0.0, None), nearest=("swap_space", "quantization"), why="weights are in the memory of one device"),
+    "cpu_offload_gb": Alias(
+        inert=(0, 0.0, None), nearest=("device", "quantization"), why="the CPU computes the layers that it has: give device=CUDA,CPU"
+    ),
     "disable_custom_all_reduce": Alias(inert=(True, False, None), why="an engine runs on one device"),
     "tokenizer_mode": Alias(inert=("auto", None), nearest=("tokenizer",), why="the files of the tokenizer decide its kind"),
     "tokenizer_revision": Alias(inert=(None,), nearest=("revision", "tokenizer")),

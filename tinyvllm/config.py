@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ VERSION = "0.1.0"  # of the package; pyproject.toml has the same
 DEFAULT_MODEL = Path(__file__).parent / "demo" / "model"
 
 DEVICES = ("auto", "CPU", "METAL", "CUDA", "NV", "AMD", "HIP", "QCOM", "CL", "WEBGPU", "PYTHON")
+LAYER_DEVICES = ("CUDA", "METAL")  # that may have some of a model's layers, next to the CPU
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "int8", "int4")
 _KV_CACHE_ALIASES = {"fp8": "fp8_e4m3"}  # vLLM's
@@ -61,6 +62,9 @@ class EngineConfig:
     skip_tokenizer_init     serve token ids only; texts come back empty
     revision                branch, tag or commit of a hub name
     device, dtype           where and in what the model computes; "auto" lets the engine choose
+    more_devices            devices that have the layers before those of `device`, each in a process of its own; `resolve` takes a list such
+                            as CUDA,CPU apart
+    gpu_layers              layers that `device` then has, the last ones; None: as many as its memory holds
     max_model_len           longest prompt plus output in tokens; None takes the model's own up to 8192, limited by memory
     max_num_seqs            sequences that run at the same time
     max_num_batched_tokens  tokens of one step
@@ -105,6 +109,8 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     revision: str | None = None
     device: str = "auto"
+    more_devices: tuple[str, ...] = ()
+    gpu_layers: int | None = None
     dtype: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -148,9 +154,32 @@ class EngineConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
     @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices that share the layers, from the last layers to the first: that of rank 0, then those of the other stages."""
+        return (self.device, *self.more_devices)
+
+    @property
+    def device_names(self) -> str:
+        """`devices` as a user writes them."""
+        return ",".join(self.devices)
+
+    def device_of(self, rank: int) -> str:
+        """The device that a rank computes on."""
+        return self.devices[rank] if self.more_devices else self.device
+
+    def of_rank(self, rank: int) -> EngineConfig:
+        """The configuration as a rank above 0 has it, which knows its own device only."""
+        return replace(self, device=self.device_of(rank), more_devices=(), gpu_layers=None)
+
+    @property
+    def cpu_ranks(self) -> int:
+        """The processes that share the cores of the CPU."""
+        return len([device for device in self.devices if _kind(device) == "CPU"]) if self.more_devices else self.num_ranks
+
+    @property
     def step_seconds(self) -> float | None:
         """The target for a step with decodes and parts of prompts; None sets none. `device` must have been chosen."""
-        default = CPU_STEP_MS if self.device.partition(":")[0] == "CPU" else 0
+        default = CPU_STEP_MS if "CPU" in map(_kind, self.devices) else 0
         milliseconds = default if self.max_step_ms is None else self.max_step_ms
         return milliseconds / 1000 or None
 
@@ -177,6 +206,7 @@ class EngineConfig:
         self._check_combinations()
 
     def _check_combinations(self) -> None:
+        self._check_devices()
         self._check_ranks()
         self._check_block_size()
         self._check_adapters()
@@ -221,6 +251,26 @@ class EngineConfig:
         if ranks == 1 and (self.block_size & (self.block_size - 1) or not 8 <= self.block_size <= PARTITION):
             raise ArgumentError(f"block_size must be a power of two from 8 to {PARTITION}, got {self.block_size}")
 
+    def _check_devices(self) -> None:
+        """ArgumentError for devices that cannot share the layers of a model."""
+        names = self.device_names
+        if not self.more_devices:
+            if self.gpu_layers is not None:
+                raise ArgumentError(
+                    f"gpu_layers={self.gpu_layers} divides the layers between two devices, got device={names}: give device=CUDA,CPU or "
+                    "METAL,CPU, or leave it out"
+                )
+            return
+        if len(self.devices) > 2 or _kind(self.device) not in LAYER_DEVICES or self.more_devices[0] != "CPU":
+            raise ArgumentError(f"device={names}: expected a GPU, then the CPU, which has the layers that do not fit the GPU: CUDA,CPU")
+        for name in ("tensor_parallel_size", "context_parallel_size"):
+            if getattr(self, name) != 1:
+                raise ArgumentError(f"{name}={getattr(self, name)} does not work with device={names} yet: leave one of them out")
+        if self.pipeline_parallel_size != len(self.devices):
+            raise ArgumentError(
+                f"pipeline_parallel_size={self.pipeline_parallel_size} contradicts device={names}, of which each is a stage: leave it out"
+            )
+
     def _check_ranks(self) -> None:
         """ArgumentError for what several ranks cannot do yet."""
         for name in ("tensor_parallel_size", "context_parallel_size"):
@@ -233,7 +283,9 @@ class EngineConfig:
         given, *others = (f"{name}={size}" for name, size in sizes.items() if size > 1)
         if self.context_parallel_size > 1 and others:
             raise ArgumentError(f"{given} does not work with {others[0]} yet: leave one of them out")
-        if self.device not in ("auto", "CPU"):
+        if self.more_devices:
+            given = f"device={self.device_names}"
+        elif self.device not in ("auto", "CPU"):
             raise ArgumentError(f"{given} runs on the CPU only, got device={self.device}: leave one of them out")
         for name in ("swap_space", "speculative_config", "prefix_cache_dir", "async_scheduling", "imatrix", "enable_lora"):
             if getattr(self, name):
@@ -282,11 +334,21 @@ _INTEGERS: tuple[tuple[str, int, int | None], ...] = (
     ("kv_memory", 1, None),
     ("swap_space", 0, None),
     ("pipeline_parallel_size", 1, 64),
+    ("gpu_layers", 1, None),
     ("max_num_queued_reqs", 0, None),
     ("max_num_queued_tokens", 0, None),
     ("seed", -(2**63), 2**64 - 1),
 )
-_OPTIONAL = ("max_model_len", "max_step_ms", "num_blocks", "kv_memory", "max_num_queued_reqs", "max_num_queued_tokens", "seed")
+_OPTIONAL = (
+    "max_model_len",
+    "max_step_ms",
+    "num_blocks",
+    "kv_memory",
+    "gpu_layers",
+    "max_num_queued_reqs",
+    "max_num_queued_tokens",
+    "seed",
+)
 
 
 def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str, str] | None = None, **given: Any) -> EngineConfig:
@@ -296,7 +358,7 @@ def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str
     field, a contradiction, a local model that does not exist, or an invalid environment switch.
     """
     switches = environment(os.environ if environ is None else environ)
-    known = [f.name for f in fields(EngineConfig) if f.name != "model"]
+    known = [f.name for f in fields(EngineConfig) if f.name not in ("model", "more_devices")]
     given = from_vllm(given)
     for name in given:
         if name not in known:
@@ -306,6 +368,10 @@ def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str
         if name in values:
             values[name] = os.fspath(values[name])
             expand_home(name, values[name])  # for its error
+    devices = parse_devices("device", values.get("device", switches.get("TINYVLLM_DEVICE", "auto"))).split(",")
+    values["device"], values["more_devices"] = devices[0], tuple(devices[1:])
+    if len(devices) > 1:
+        values.setdefault("pipeline_parallel_size", len(devices))
     for name in ("kv_memory", "swap_space"):
         if isinstance(values.get(name), str):
             values[name] = parse_size(name, values[name])
@@ -313,7 +379,7 @@ def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str
             raise ArgumentError(f"{name}={values[name]} is a number of bytes (vLLM's swap_space is in GiB): write '{values[name]:g}GiB'")
     if "speculative_config" in values:
         values["speculative_config"] = speculative.parse(values["speculative_config"])
-    elif any(values.get(f"{name}_parallel_size", 1) != 1 for name in ("tensor", "pipeline", "context")):
+    elif len(devices) > 1 or any(values.get(f"{name}_parallel_size", 1) != 1 for name in ("tensor", "pipeline", "context")):
         values["speculative_config"] = None  # does not work with it yet
     if "lora_modules" in values:
         modules = values["lora_modules"] = parse_lora_modules(values["lora_modules"])
@@ -325,8 +391,6 @@ def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str
         values["kv_events_config"] = kv_events.parse(values["kv_events_config"])
     values |= {name: _KV_CACHE_ALIASES.get(str(values[name]), values[name]) for name in ("kv_cache_dtype",) if name in values}
     values.setdefault("block_size", default_block_size(values.get("context_parallel_size", 1)))
-    device = values.get("device", switches.get("TINYVLLM_DEVICE", "auto"))
-    values["device"] = parse_device("device", device)
     if isinstance(values.get("max_num_seqs"), int):
         values.setdefault("max_num_batched_tokens", max(EngineConfig.max_num_batched_tokens, values["max_num_seqs"]))
     config = EngineConfig(model=_locate(model, values.get("revision")), **values)
@@ -381,6 +445,14 @@ def parse_device(name: str, text: str) -> str:
     """A device in tinygrad's spelling ("cuda:1" is "CUDA:1"), or "auto"."""
     _check_device(text, name)
     return "auto" if text.lower() == "auto" else text.upper()
+
+
+def parse_devices(name: str, text: str) -> str:
+    """One device as `parse_device` has it, or several: "CUDA,CPU". ArgumentError for one that is there twice, or "auto" among several."""
+    devices = [parse_device(name, part.strip()) for part in str(text).split(",")]
+    if len(devices) > 1 and ("auto" in devices or len({*devices}) < len(devices)):
+        raise ArgumentError(f"{name} must name each of several devices once, such as CUDA,CPU, got {text!r:.80}")
+    return ",".join(devices)
 
 
 @dataclass(frozen=True)
@@ -449,7 +521,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("TINYVLLM_AUTOTUNE", "0 to use every kernel's default work split, instead of timing candidates while idle", _parse_switch),
     Switch("TINYVLLM_SELFTEST", "off to start without the self-test of kernels, always to test at every start", _parse_selftest),
     Switch("TINYVLLM_THREADS", "threads of the CPU kernels; default the fast cores that affinity and quotas leave", parse_count),
-    Switch("TINYVLLM_DEVICE", "the default device: auto, CPU, METAL, CUDA, CUDA:1, ...", parse_device),
+    Switch("TINYVLLM_DEVICE", "the default device: auto, CPU, METAL, CUDA, CUDA:1, ..., or two: CUDA,CPU", parse_devices),
     Switch("TINYVLLM_API_KEY", "a key that `serve` requires and `chat --url` sends, out of the process list", lambda name, text: text),
 )
 
@@ -534,6 +606,11 @@ def _check_kv_cache_dtype(value: object) -> None:
         near = _KV_CACHE_NEAREST.get(str(value).lower())
         hint = f"; nearest: {near}" if near else nearest(str(value), KV_CACHE_DTYPES)
         raise ArgumentError(f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {value!r}{hint}")
+
+
+def _kind(device: str) -> str:
+    """A device without its number."""
+    return device.partition(":")[0]
 
 
 def _check_device(device: object, name: str = "device") -> None:

@@ -89,7 +89,7 @@ def record(llm: LLM, speed: Speed, roof: float | None) -> Record:
     """One test's figures, and of what."""
     engine, test = llm.engine, speed.test
     runner, config = engine.runner, engine.config
-    what = {"version": VERSION, "model": Path(config.model).name, "device": config.device, "num_threads": runner.num_threads()}
+    what = {"version": VERSION, "model": Path(config.model).name, "device": config.device_names, "num_threads": runner.num_threads()}
     size = {
         "weight_bytes": runner.weight_bytes,
         "kv_cache_dtype": config.kv_cache_dtype,

@@ -20,7 +20,6 @@ def run(options: argparse.Namespace) -> int:
             print(line)
         if not options.quiet:
             print(engine.runner.self_test)
-            print(
-                f"device {engine.config.device}, {engine.runner.threads_in_words()}; TINYVLLM_KERNELS=OP=VARIANT,... overrides the choice"
-            )
+            where = f"device {engine.config.device_names}, {engine.runner.threads_in_words()}"
+            print(f"{where}; TINYVLLM_KERNELS=OP=VARIANT,... overrides the choice")
     return 0

@@ -39,7 +39,14 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     ("--model", {"metavar": "PATH", "help": "folder of a Hugging Face model, GGUF file or hub name; default: the bundled model"}),
     ("--tokenizer", {"metavar": "PATH", "help": "folder of tokenizer files, or GGUF file; default: the model's own"}),
     ("--revision", {"metavar": "R", "help": "branch, tag or commit of a hub name"}),
-    ("--device", {"metavar": "D", "help": "auto, CPU, METAL, CUDA, CUDA:1, ..."}),
+    (
+        "--device",
+        {"metavar": "D,...", "help": "auto, CPU, METAL, CUDA, CUDA:1, ...; CUDA,CPU: the CPU has the layers that do not fit the GPU"},
+    ),
+    (
+        "--gpu-layers",
+        {"type": int, "metavar": "N", "help": "with --device CUDA,CPU: layers of the GPU; default: as many as its memory holds"},
+    ),
     (
         "--tensor-parallel-size",
         {

@@ -59,10 +59,14 @@ def _memory(sizes: Sizes) -> list[str]:
 
 def _ranks(sizes: Sizes) -> list[str]:
     """What each of several ranks takes of the weights and the KV cache."""
-    rows = [
-        (one.rank, f"{one.layers[0]} to {one.layers[1] - 1}", size_of(one.weights), f"{one.kv_token} bytes a token") for one in sizes.ranks
-    ]
-    return ["", *table(("rank", "layers", "weights", "KV cache"), rows), ""] if rows else []
+    headings: tuple[str, ...] = ("rank", "layers", "weights", "KV cache")
+    rows: list[tuple[object, ...]] = []
+    for one in sizes.ranks:
+        device = () if one.free is None else (one.device, size_of(one.free))
+        rows.append((one.rank, f"{one.layers[0]} to {one.layers[1] - 1}", size_of(one.weights), f"{one.kv_token} bytes a token", *device))
+    if any(one.free is not None for one in sizes.ranks):
+        headings += ("device", "available")
+    return ["", *table(headings, rows), ""] if rows else []
 
 
 def _candidates(sizes: Sizes) -> list[str]:

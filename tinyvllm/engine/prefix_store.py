@@ -128,7 +128,8 @@ def identity(runner: Runner, config: EngineConfig, weights: str) -> bytes:
     options = [config.load_format, config.dtype, runner.weight_identity, config.max_model_len, config.kv_cache_dtype]
     groups = [runner.groups.layers] if runner.groups.blocks.count > 1 else []
     machine = [runner.placement.kind, runner.variants(), os.environ.get("TINYVLLM_KERNELS"), VERSION]
-    return json.dumps([weights, str(runner.dtype), *options, *groups, *machine]).encode()
+    divided = [len(runner.model.blk)] if config.more_devices else []
+    return json.dumps([weights, str(runner.dtype), *options, *groups, *machine, *divided]).encode()
 
 
 def _blocks_at_a_time(pool: KVPool) -> int:

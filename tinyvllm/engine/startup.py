@@ -16,7 +16,7 @@ from tinyvllm.engine.drafter_memory import drafter_memory, log_division
 from tinyvllm.engine.prefix_store import PrefixStore
 from tinyvllm.engine.recurrent import fitted_to_states
 from tinyvllm.errors import ModelError, OutOfMemoryError
-from tinyvllm.host_memory import headroom, is_out_of_memory
+from tinyvllm.host_memory import headroom, is_out_of_memory, megabytes
 from tinyvllm.scheduler import Scheduler, SchedulerLimits
 from tinyvllm.text.load import load_tokenizer, tokenizer_from_gguf
 from tinyvllm.text.tokenizer import Tokenizer
@@ -37,12 +37,12 @@ _ADVICE = "lower --num-blocks or --kv-memory, or use --quantization q8_0 or q4_k
 def load_runner(config: EngineConfig, progress: Progress | None, opened: OpenedModel | None = None) -> Runner:
     """The model on its device, opened before or not. OutOfMemoryError, one line, if it, its cache and a drafter do not fit."""
     from tinyvllm.runner.device import share_cores
-    from tinyvllm.runner.memory import free_memory
+    from tinyvllm.runner.memory import free_together
     from tinyvllm.runner.opened import open_model  # after start_device, which sets what tinygrad reads at import
     from tinyvllm.runner.runner import Runner
 
-    free = free_memory(config.device)  # before the weights take some
-    share_cores(config.num_ranks)
+    free, limit = free_together(config.devices)  # before the weights take some
+    share_cores(config.cpu_ranks)
     try:
         with DEVICE_LOCK:
             opened = opened or open_model(config, config.device)
@@ -52,12 +52,13 @@ def load_runner(config: EngineConfig, progress: Progress | None, opened: OpenedM
     except OutOfMemoryError as error:
         if opened is None:
             raise
-        raise OutOfMemoryError(f"{error}; {_planned(config, opened, free)}") from error
+        raise OutOfMemoryError(f"{error}; {_planned(config, opened, free, limit)}") from error
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise OutOfMemoryError(f"engine: memory ran out while the model was loaded ({error}); {headroom()}; {_ADVICE}") from error
     log_division(runner, drafter)
+    log_devices(opened, runner.pool.num_blocks)
     if runner.groups.kept:
         log.warning("windows: blocks stay until their sequence ends, because %s", runner.groups.kept)
     if config.max_model_len is None and runner.max_model_len < runner.config.max_context:
@@ -68,14 +69,29 @@ def load_runner(config: EngineConfig, progress: Progress | None, opened: OpenedM
     return runner
 
 
-def _planned(config: EngineConfig, opened: OpenedModel, free: int) -> str:
+def log_devices(opened: OpenedModel, num_blocks: int) -> None:
+    """Say which layers each of several devices has, and what they take of its memory."""
+    division, stage = opened.division, opened.stage
+    if division is None or stage is None:
+        return
+    first, count = stage.layers.start, stage.layers.stop
+    what = f"layers {first} to {count - 1} of {count} and the head", f"layers 0 to {first - 1} and the embedding table"
+    for part, layers in zip(division.parts(len(stage.layers)), what, strict=True):
+        log.warning(
+            "%s has %s: weights %s, KV cache %s, of %s",
+            part.device, layers, megabytes(part.weights), megabytes(num_blocks * part.block), megabytes(part.free),
+        )  # fmt: skip
+    if division.holds_all(num_blocks):
+        log.warning("%s has memory for all layers: --device %s alone is faster", division.gpu.device, division.gpu.device)
+
+
+def _planned(config: EngineConfig, opened: OpenedModel, free: int, limit: str) -> str:
     """What `tinyvllm plan` says of an engine that does not start, with the memory that was free before."""
     from tinyvllm.engine.tools.plan_sizes import make_sizes
-    from tinyvllm.runner.memory import memory_limit
 
     try:
         with DEVICE_LOCK:
-            return str(make_sizes(config, opened, drafter_memory(config, opened), free, memory_limit(config.device)))
+            return str(make_sizes(config, opened, drafter_memory(config, opened), free, limit))
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -22,7 +22,9 @@ log = logging.getLogger("tinyvllm")
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes: of the weights that a step streams, and of one token's keys and values in all layers. Bytes a second: of memory."""
+    """Bytes: of the weights that a step streams, and of one token's keys and values in all layers. Bytes a second: of memory, 0 where
+    several memories are read.
+    """
 
     weights: int
     token: int

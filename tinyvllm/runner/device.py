@@ -56,7 +56,7 @@ def _default_of_tinygrad(kind: str) -> Iterator[None]:
 
 
 def share_cores(ranks: int) -> None:
-    """Divide the cores among the ranks of an engine."""
+    """Divide the cores among the ranks that an engine has on the CPU."""
     from tinyvllm.backends.cpu import threads
 
     threads.share_cores(ranks)

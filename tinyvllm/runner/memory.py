@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +41,12 @@ def _device_free(device: str) -> int | None:
 def memory_limit(device: str) -> str:
     """What limits `free_memory`, in words."""
     return f"free memory of {device}" if _device_free(device) is not None else headroom().limit
+
+
+def free_together(devices: Sequence[str]) -> tuple[int, str]:
+    """Bytes that may be allocated on one or several devices, and what limits them, in words. Metal's memory is the CPU's."""
+    counted = [device for device in devices if len(devices) == 1 or not Placement(device).is_metal]
+    return sum(map(free_memory, counted)), " and ".join(map(memory_limit, devices))
 
 
 def run_bytes(device: str) -> int:

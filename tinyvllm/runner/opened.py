@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinygrad.dtype import DType
 
 from tinyvllm.config import EngineConfig, cache_folder, environment, expand_home
 from tinyvllm.distributed.memory import SharedMemory
 from tinyvllm.errors import ModelError
+from tinyvllm.integers import ceil_div
 from tinyvllm.models.config import ModelConfig, WeightRecipe
 from tinyvllm.models.families import check_layers, find_family, read_config, recipes_of, refuse_unused
 from tinyvllm.placement import Placement
 from tinyvllm.runner.kv import BlockShape, KVPool, Layers
-from tinyvllm.runner.outlined import WeightOutline
-from tinyvllm.runner.pipeline import PipelineStage, RankStart, divide_layers
+from tinyvllm.runner.memory import free_memory, run_bytes
+from tinyvllm.runner.outlined import AllWeights, WeightOutline
+from tinyvllm.runner.pipeline import PipelineStage, RankStart, divide_layers, require_layers, sizes_by_layer
+from tinyvllm.runner.scratch import step_bytes, wanted_context
 from tinyvllm.runner.source import CheckpointSource, matrix_format, require_quantization, weight_dtype
 from tinyvllm.runner.split import Split, rank_group, shared_layout
 from tinyvllm.runner.weight_plan import WeightPlan
@@ -26,6 +29,9 @@ from tinyvllm.weights.checkpoint import Checkpoint, open_checkpoint, open_descri
 from tinyvllm.weights.hub import resolve_model
 from tinyvllm.weights.imatrix import read_imatrix
 from tinyvllm.weights.quantized.notes import without_zero_biases
+
+if TYPE_CHECKING:
+    from tinyvllm.runner.division import Division, MemoryUse
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,8 @@ class OpenedModel:
     split: Split | None = None
     stage: PipelineStage | None = None
     memory: SharedMemory | None = None  # of rank 0, which starts the others
-    whole: WeightOutline | None = None  # the weights of the model, where several ranks divide them
+    whole: WeightOutline | AllWeights | None = None  # the weights of the model, where several ranks divide them
+    division: Division | None = None  # of rank 0, where ranks are on several devices
     copies: int = 0  # bytes of the weights that other ranks hold once more, if they do not find them in the cache folder
 
     @property
@@ -56,6 +63,11 @@ class OpenedModel:
     def takes_stream(self) -> bool:
         """Whether the residual stream comes from another stage, and not from the embedding."""
         return self.stage is not None and not self.stage.is_first
+
+    @property
+    def memory_uses(self) -> tuple[MemoryUse, ...]:
+        """What the memory of each of several devices holds; nothing for one device."""
+        return () if self.division is None or self.stage is None else self.division.uses(len(self.stage.layers))
 
     @property
     def block_bytes(self) -> int:
@@ -72,6 +84,10 @@ class OpenedModel:
     def keeps_steps(self) -> bool:
         """Whether captured steps may be kept on disk for a later engine."""
         return True
+
+    def on_device(self, device: str) -> OpenedModel:
+        """The same on another device."""
+        return replace(self, plan=replace(self.plan, placement=Placement(device)))
 
     def outline(self, quantization: str | None = None) -> WeightOutline:
         """This rank's weights without loading: the model gets empty tensors. `quantization` is another than the configuration's."""
@@ -122,6 +138,8 @@ def _part_of_rank(config: EngineConfig, opened: OpenedModel, start: RankStart | 
     memory, rank, ends = (start.memory, start.rank, start.stage_ends) if start else (SharedMemory(shared_layout(config, c)), 0, [])
     if config.context_parallel_size > 1:
         return _part_of_context(config, opened, memory, rank)
+    if config.more_devices and start is None:
+        return _part_of_devices(config, opened, memory)
     if config.tensor_parallel_size > 1:
         split = Split(c, rank_group(memory, rank))
     if start is None:
@@ -132,6 +150,46 @@ def _part_of_rank(config: EngineConfig, opened: OpenedModel, start: RankStart | 
         model.blk = [model.blk[layer] for layer in stage.layers]
     block = BlockShape.of(split.local if split else c, config.block_size, config.kv_cache_dtype, opened.dtype)
     return replace(opened, block=block, split=split, stage=stage, memory=None if start else memory, whole=whole)
+
+
+def _part_of_devices(config: EngineConfig, opened: OpenedModel, memory: SharedMemory) -> OpenedModel:
+    """What rank 0 has where the layers are on several devices: the last ones. The others' part is that of a stage."""
+    c, model = opened.config, opened.model
+    require_layers(c.num_blocks, len(config.devices))
+    gpu, cpu = outlines = [opened.on_device(device).outline() for device in config.devices]
+    division = _division(config, opened, outlines)
+    count = division.choose(config.gpu_layers, *wanted_blocks(config, opened))
+    ends = [c.num_blocks - count, c.num_blocks]
+    first, last = (PipelineStage(number, ends, c.tied) for number in range(2))
+    model.blk = [model.blk[layer] for layer in last.layers]
+    return replace(opened, stage=last, memory=memory, whole=AllWeights.of([(cpu, first), (gpu, last)]), division=division)
+
+
+def _division(config: EngineConfig, opened: OpenedModel, outlines: list[WeightOutline]) -> Division:
+    """The ways of dividing layers between the devices; `outlines` are those of the whole model on each."""
+    from tinyvllm.runner.division import DeviceLayers, Division, gpu_reserve  # a start on one device does without
+
+    c = opened.config
+    steps = step_bytes(config, c, opened.model, wanted_context(config, c))
+    free, largest = free_memory(config.device), max(held.nbytes for held in outlines[0].held)
+    gpu = DeviceLayers(config.device, layer_weights(c, outlines[0]), steps + gpu_reserve(free, largest), free)
+    host, *_ = config.more_devices
+    cpu = DeviceLayers(host, layer_weights(c, outlines[1]), steps + run_bytes(host), free_memory(host))
+    return Division(gpu, cpu, opened.block.nbytes, Placement(gpu.device).is_metal)
+
+
+def layer_weights(c: ModelConfig, outline: WeightOutline) -> tuple[int, ...]:
+    """Bytes of the weights of each layer, the first with the embedding table, the last with final norm and head."""
+    return tuple(sizes_by_layer(((held.name, held.nbytes) for held in outline.held), c.num_blocks, c.tied))
+
+
+def wanted_blocks(config: EngineConfig, opened: OpenedModel) -> tuple[int, bool]:
+    """The blocks of the KV cache that layers are divided for, and whether its size is given; else those of one sequence of the longest."""
+    if config.num_blocks is not None:
+        return config.num_blocks, True
+    if config.kv_memory is not None:
+        return config.kv_memory // opened.block_bytes, True
+    return ceil_div(wanted_context(config, opened.config), config.block_size), False
 
 
 def _part_of_context(config: EngineConfig, opened: OpenedModel, memory: SharedMemory, rank: int) -> OpenedModel:

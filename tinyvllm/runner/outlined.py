@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -39,6 +40,26 @@ class Held:
 
 def matrix_bytes(layout: Layout, format: str, O: int, I: int) -> int:
     return O * row_bytes(format, I) if layout is Layout.ROWS else panel_bytes(format, O, I)
+
+
+@dataclass(frozen=True)
+class AllWeights:
+    """The weights of an engine in several ranks: every tensor, their bytes, and what of these a decode step of one sequence reads."""
+
+    held: list[Held]
+    bytes: int
+    streamed: int
+
+    @classmethod
+    def of(cls, stages: Iterable[tuple[WeightOutline, PipelineStage]]) -> AllWeights:
+        """Of stages on devices of their own, from the outline of the whole model on each."""
+        held = [
+            replace(one, streamed=one.streamed and (stage.is_last or one.name != "token_embd.weight"))
+            for outline, stage in stages
+            for one in outline.held
+            if stage.holds(one.name)
+        ]
+        return cls(held, sum(one.nbytes for one in held), sum(round(one.nbytes * one.share) for one in held if one.streamed))
 
 
 class WeightOutline(WeightLoader):

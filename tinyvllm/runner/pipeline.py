@@ -66,9 +66,19 @@ def divide_layers(sizes: Iterable[tuple[str, int]], layers: int, kv_bytes: int, 
     `sizes` are the bytes of the model's tensors by name, `kv_bytes` those of a layer's keys and values. ModelError for fewer layers than
     stages.
     """
+    require_layers(layers, stages)
+    return divide([nbytes + kv_bytes for nbytes in sizes_by_layer(sizes, layers, tied)], stages)
+
+
+def require_layers(layers: int, stages: int) -> None:
+    """ModelError for fewer layers than stages."""
     if layers < stages:
         raise ModelError(f"pipeline_parallel_size={stages}: the model has {layers} layers, and a stage needs one; use fewer stages")
-    by_layer = [kv_bytes] * layers
+
+
+def sizes_by_layer(sizes: Iterable[tuple[str, int]], layers: int, tied: bool) -> list[int]:
+    """The bytes of each layer's tensors, the first with those of the first stage, the last with those of the last one."""
+    by_layer = [0] * layers
     for name, nbytes in sizes:
         part, layer, *_ = name.split(".")
         if part == "blk":
@@ -76,7 +86,7 @@ def divide_layers(sizes: Iterable[tuple[str, int]], layers: int, kv_bytes: int, 
         else:
             by_layer[0] += nbytes * _in_first(part)
             by_layer[-1] += nbytes * _in_last(part, tied)
-    return divide(by_layer, stages)
+    return by_layer
 
 
 def divide(sizes: Sequence[int], parts: int) -> list[int]:

@@ -181,6 +181,7 @@ class StepInputs:
         self._row_of: dict[int, int] = {}  # by the ids of the decodes that were laid out last
         self._advanced = 0  # tokens by which the device has advanced these decodes since; 0 if it has not, or there were chunks
         self._sharing = False  # whether two of them begin with the same block
+        self._host_knows = False  # whether the host's arrays are the device's
         states = {} if state_slots is None else {"states": 4 * B}
         self._allocate(_array_sizes(shape, M, all_rows, groups) | states, device)
 
@@ -209,7 +210,7 @@ class StepInputs:
 
     def copied_arrays(self) -> np.ndarray:
         """All arrays as the device has them, int32: after an advance they are not the host's."""
-        arrays: np.ndarray = download(self._device)
+        arrays: np.ndarray = self._host.copy() if self._host_knows else download(self._device)  # which would wait for steps in flight
         return arrays
 
     def load(self, arrays: np.ndarray) -> None:
@@ -265,11 +266,13 @@ class StepInputs:
         self._row_of = {} if chunks or drafted else {entry.sequence.sequence_id: b for b, entry in enumerate(singles)}
         self._advanced = 0
         self._arrays.upload()
+        self._host_knows = True
         return max((len(entry.sequence.block_table) for entry in (*singles, *chunks)), default=self._groups) // self._groups
 
     def mark_advanced(self, rounds: int) -> None:
         """The device has advanced the decodes by `rounds` tokens; their next step is ready there if all of them are still running."""
         self._advanced += rounds
+        self._host_knows = False
 
     def forget_advanced(self) -> None:
         """What the device has ready is unknown: the next `fill` copies everything."""

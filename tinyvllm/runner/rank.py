@@ -30,7 +30,7 @@ def main(socket_fd: int, memory_fd: int) -> None:
     start = json.loads(link.makefile("rb").readline())
     memory = SharedMemory(Layout(**start["layout"]), memory_fd)
     memory.close_file()
-    config = EngineConfig(**start["config"])
+    config = EngineConfig(**start["config"]).of_rank(start["rank"])
     start_device(config.device, cache_folder())
     from tinyvllm.runner.opened import open_model
     from tinyvllm.runner.pipeline import RankStart

@@ -10,7 +10,7 @@ from typing import Any
 
 from tinygrad import Tensor
 
-from tinyvllm.backends.cpu.threads import thread_pool
+from tinyvllm.backends.cpu.threads import num_threads_wanted
 from tinyvllm.bridge import download, upload
 from tinyvllm.config import EngineConfig
 from tinyvllm.distributed.memory import SharedMemory
@@ -43,7 +43,7 @@ class RankedSteps:
         self._number, self._in_flight = 0, list[int]()  # numbers of the next step, and of those that are not finished
         self._places = [*range(memory.layout.places)]  # that are free
         self._passed: deque[dict[str, Any]] = deque()  # messages that have come before they were wanted
-        self._ranks = Ranks(memory, start, thread_pool().num_threads)
+        self._ranks = Ranks(memory, start, num_threads_wanted())
         weakref.finalize(self, self._ranks.close)
 
     @property

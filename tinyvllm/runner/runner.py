@@ -54,11 +54,11 @@ from tinyvllm.quant.random_rows import packable_width
 from tinyvllm.runner.adapters import AdapterPool
 from tinyvllm.runner.ahead import StepOutlines
 from tinyvllm.runner.kept import keep_needs, kept_needs, kept_steps
-from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory, check_weights, free_memory
+from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory, free_memory
 from tinyvllm.runner.opened import OpenedModel, open_model
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
 from tinyvllm.runner.ranked import Announced, RankedSteps
-from tinyvllm.runner.sizes import block_bytes, groups_of, pool_size
+from tinyvllm.runner.sizes import block_bytes, check_all_weights, groups_of, pool_size
 from tinyvllm.runner.split import max_rows
 from tinyvllm.runner.states import all_caches, checked_slots, new_states
 from tinyvllm.runner.step import Logits, PreparedStep, StepPlan
@@ -92,7 +92,7 @@ class Runner:
         self.dtype, self.model = opened.dtype, opened.model
         loader = opened.loader(progress)
         if opened.leads and not loader.maps_all:
-            check_weights(device, opened.weight_bytes)
+            check_all_weights(opened)
         packing = self._test_packing(plan, plan.matrix_formats(recipes, opened.stored))
         loader.load(self.model, recipes)
         if note := describe(self.checkpoint.tensors, self.checkpoint.unused, loader.unpacked):
@@ -104,7 +104,7 @@ class Runner:
         self.kv_token_bytes, self.block_bytes = opened.block_bytes // config.block_size, block_bytes(config, opened)
         self.weight_formats, self.weight_layout, self.weight_identity = loader.formats, plan.layout, plan.identity
         # the other ranks of this machine load their weights after this one
-        free = None if opened.whole is None else free_memory(device) - (self.weight_bytes - loader.bytes)
+        free = None if opened.whole is None or opened.division else free_memory(device) - (self.weight_bytes - loader.bytes)
         size, layers = pool_size(config, opened, drafter, free), len(self.model.blk) - len(self.config.delta_layers)
         self.max_model_len, self.groups = size.max_model_len, groups_of(config, self.config)
         groups = self.groups.layers if self.groups.blocks.count > 1 else None
@@ -414,8 +414,8 @@ class Runner:
         return choices()
 
     def variants(self) -> list[str]:
-        """The kernel variants that this machine can run; which of them run decides the last bits of every result."""
-        return usable_variants(self.placement)
+        """The kernel variants that this machine can run on the engine's devices; which of them run decides the last bits of all results."""
+        return [name for device in self.options.devices for name in usable_variants(Placement(device))]
 
     def num_threads(self) -> int:
         """Threads of the CPU's thread pool; 0 on other devices."""

@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tinyvllm.config import EngineConfig
-from tinyvllm.errors import ArgumentError
 from tinyvllm.integers import round_up
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.runner.adapters import adapter_bytes
 from tinyvllm.runner.groups import LayerGroups, layer_groups
-from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory, check_room, free_memory, pool_blocks
+from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory, check_room, check_weights, free_memory, pool_blocks
 from tinyvllm.runner.opened import OpenedModel
+from tinyvllm.runner.scratch import step_bytes, wanted_context
 from tinyvllm.runner.states import state_bytes, state_slots
 
-# If no length is given. Scores of a chunk are laid out for the longest context: 32 heads by 512 queries by 131072 keys are 8 GiB.
-DEFAULT_CONTEXT = 8192
 SCRATCH_BLOCKS = 1  # of the KV pool, for padded rows
 
 
@@ -25,14 +23,6 @@ class PoolSize:
 
     num_blocks: int
     max_model_len: int
-
-
-def wanted_context(config: EngineConfig, model: ModelConfig) -> int:
-    """The longest sequence that is wanted: as given, else the model's own context up to DEFAULT_CONTEXT. ArgumentError beyond it."""
-    longest = model.max_context
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ArgumentError(f"max_model_len={config.max_model_len} is beyond the {longest} tokens that the model was made for")
-    return config.max_model_len or min(longest, DEFAULT_CONTEXT)
 
 
 def groups_of(config: EngineConfig, model: ModelConfig) -> LayerGroups:
@@ -46,7 +36,8 @@ def block_bytes(config: EngineConfig, opened: OpenedModel) -> int:
 
 
 def pool_size(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory = NO_DRAFTER, free: int | None = None) -> PoolSize:
-    """The KV pool, with the weights loaded. `free` is the free memory of a plan; None asks the device.
+    """The KV pool, with the weights loaded. `free` is the free memory of a plan; None asks the device. Where several devices have layers
+    the pool has the same number of blocks on each, so that the least decides; what they have free is known since the layers were divided.
 
     Without a length in `config` the longest sequence is limited by the pool. Errors of `pool_blocks` and `check_room`.
     """
@@ -54,28 +45,31 @@ def pool_size(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory 
     rows = groups_of(config, opened.config).blocks.count
     if held := adapter_bytes(config, opened) + state_bytes(opened.config, state_slots(config, opened.config)):
         free = (free_memory(device) if free is None else free) - held
+    together: list[tuple[str, int, int | None]] = [(device, one, free)]
+    places = [(use.device, use.block, use.left) for use in opened.memory_uses] or together
     longest, blocks = wanted_context(config, opened.config), config.num_blocks
     if blocks is None:
         wanted = config.max_num_seqs * round_up(longest, size) * rows
-        blocks = pool_blocks(device, one, size, wanted, config.kv_memory, drafter, free)
+        counted = places if config.kv_memory is None else together
+        blocks = min(pool_blocks(device, block, size, wanted, config.kv_memory, drafter, free) for device, block, free in counted)
     if opened.leads:  # the others have what it has divided
-        check_room(device, blocks * one, drafter.total(blocks), free)
+        for device, block, free in places:
+            check_room(device, blocks * block, drafter.total(blocks), free)
     return PoolSize(blocks, longest if config.max_model_len is not None else _longest(blocks, longest, config, opened))
 
 
-def scratch_bytes(config: EngineConfig, opened: OpenedModel, max_model_len: int) -> int:
-    """Bytes of what steps read and write next to weights and KV pool, all in float32.
+def check_all_weights(opened: OpenedModel, free: int | None = None) -> None:
+    """`check_weights` of the engine's device, with `free` bytes in a plan; of each of several devices."""
+    for use in opened.memory_uses:
+        check_weights(use.device, use.weights, use.free)
+    if not opened.memory_uses:
+        check_weights(opened.plan.placement.device, opened.weight_bytes, free)
 
-    The tables of positions, the room for adapters and recurrent states, exactly, and the results of the largest step: those of one
-    layer, which the next layer uses again, and the logits.
-    """
-    c = opened.config
-    constants = opened.model.constants(max_model_len, config.max_model_len or c.max_context)
-    heads = (2 * c.n_heads + 2 * c.n_kv_heads) * c.head_dim
-    row = 2 * c.dim + heads + 2 * c.hidden_dim
-    results = 4 * (config.max_num_batched_tokens * row + config.max_num_seqs * c.vocab_size)
-    held = adapter_bytes(config, opened) + state_bytes(c, state_slots(config, c))
-    return int(sum(array.nbytes for array in constants.values())) + held + results
+
+def scratch_bytes(config: EngineConfig, opened: OpenedModel, max_model_len: int) -> int:
+    """Bytes of what steps read and write next to weights and KV pool, with the room for adapters and recurrent states."""
+    held = adapter_bytes(config, opened) + state_bytes(opened.config, state_slots(config, opened.config))
+    return step_bytes(config, opened.config, opened.model, max_model_len) + held
 
 
 def _most_blocks(context: int, config: EngineConfig, opened: OpenedModel) -> int:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from tinyvllm.config import EngineConfig, cache_folder
 from tinyvllm.engine.drafter_memory import drafter_memory
 from tinyvllm.engine.tools.hub_choice import Choice, choose_pull
-from tinyvllm.engine.tools.plan_sizes import Sizes, make_sizes, open_sizes
-from tinyvllm.errors import KernelError, OutOfMemoryError, ToolchainError
+from tinyvllm.engine.tools.plan_sizes import Sizes, make_sizes, open_rank, open_sizes
+from tinyvllm.errors import ArgumentError, KernelError, OutOfMemoryError, ToolchainError
 from tinyvllm.runner.device import start_device
 
 if TYPE_CHECKING:
@@ -88,9 +88,13 @@ def plan_pull(config: EngineConfig, memory: int | None = None) -> Choice:
 def on_device(config: EngineConfig, memory: int | None, limit: str = "--memory") -> tuple[EngineConfig, int, str]:
     """The configuration with its device resolved, the bytes that a plan may use, and what limits them."""
     config = replace(config, device=start_device(config.device, cache_folder()))
-    from tinyvllm.runner.memory import free_memory, memory_limit
+    from tinyvllm.runner.memory import free_together
 
-    return (config, free_memory(config.device), memory_limit(config.device)) if memory is None else (config, memory, limit)
+    if memory is None:
+        return config, *free_together(config.devices)
+    if config.more_devices:
+        raise ArgumentError(f"{limit} is the memory of one device, and device={config.device_names} has two: leave one of them out")
+    return config, memory, limit
 
 
 @contextlib.contextmanager
@@ -120,8 +124,12 @@ def _plan(name: str, config: EngineConfig, available: int, limit: str, speed: bo
         held = opened.whole.held
     blocks, longest = (1, sizes.wanted_context) if sizes.start is None else (sizes.start.num_blocks, sizes.start.max_model_len)
     kernels = planned_kernels(config, opened, blocks, longest)
+    for rank in range(1, len(config.devices)):
+        part = open_rank(config, opened, rank)
+        part.outline()
+        kernels += planned_kernels(config, part, blocks, longest)
     predicted, reason = _predicted(config, opened, held, kernels, longest) if speed else (None, "it was switched off")
-    return Plan(name, config.device, architecture_of_model(opened), bytes_by_format(held), sizes, kernels, predicted, reason)
+    return Plan(name, config.device_names, architecture_of_model(opened), bytes_by_format(held), sizes, kernels, predicted, reason)
 
 
 def _predicted(

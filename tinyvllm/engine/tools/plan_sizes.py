@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tinyvllm.config import QUANTIZATIONS, EngineConfig
 from tinyvllm.engine.drafter_memory import drafter_memory
@@ -13,6 +13,7 @@ from tinyvllm.errors import ModelError, OutOfMemoryError
 from tinyvllm.host_memory import megabytes
 
 if TYPE_CHECKING:
+    from tinyvllm.runner.division import Division
     from tinyvllm.runner.memory import DrafterMemory
     from tinyvllm.runner.opened import OpenedModel
     from tinyvllm.runner.sizes import Fit
@@ -48,12 +49,17 @@ class Start:
 
 @dataclass(frozen=True)
 class RankSize:
-    """What one of several ranks takes: `layers` from the first up to another, bytes of weights, and of keys and values of a token."""
+    """What one of several ranks takes: `layers` from the first up to another, bytes of weights, and of keys and values of a token.
+
+    `free` is the free memory of its device, where that is not the device of all ranks.
+    """
 
     rank: int
     layers: tuple[int, int]
     weights: int
     kv_token: int
+    device: str
+    free: int | None = None
 
 
 @dataclass(frozen=True)
@@ -109,45 +115,57 @@ def open_sizes(config: EngineConfig, available: int, limit: str) -> Sizes:
 def make_sizes(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory, available: int, limit: str) -> Sizes:
     """What the engine takes of `available` bytes; `limit` says what sets them."""
     from tinyvllm.runner.memory import run_bytes
-    from tinyvllm.runner.sizes import longest_contexts, scratch_bytes, wanted_context
+    from tinyvllm.runner.scratch import wanted_context
+    from tinyvllm.runner.sizes import longest_contexts, scratch_bytes
 
-    device, wanted = config.device, wanted_context(config, opened.config)
+    wanted = wanted_context(config, opened.config)
     taken = Memory(
         available,
         limit,
         opened.weight_bytes,
         opened.block_bytes // config.block_size,
         scratch_bytes(config, opened, wanted) * config.num_ranks,
-        run_bytes(device) * config.num_ranks,
+        sum(run_bytes(config.device_of(rank)) for rank in range(config.num_ranks)),
         drafter.total(1),
     )
     start, refusal = _start(config, opened, drafter, taken)
-    fits = longest_contexts(taken.available - taken.fixed, config, opened, drafter)
+    fits = longest_contexts(_room(config, opened, taken), config, opened, drafter)
     return Sizes(taken, wanted, start, refusal, fits, _candidates(config, opened, drafter, taken, wanted), _rank_sizes(config, opened))
 
 
 def _rank_sizes(config: EngineConfig, opened: OpenedModel) -> list[RankSize]:
     """What each of several ranks takes; none for one process."""
-    from tinyvllm.runner.opened import open_model
-    from tinyvllm.runner.pipeline import RankStart
-
     found = []
+    free = [use.free for use in opened.memory_uses]
     for rank in range(config.num_ranks if opened.memory else 0):
-        assert opened.memory is not None
-        start = RankStart(opened.memory, rank, opened.stage.ends if opened.stage else [])
-        part = open_model(config, config.device, start)
+        part = open_rank(config, opened, rank)
         layers = part.stage.layers if part.stage else range(part.config.num_blocks)
-        kv_token = len(layers) * part.block.nbytes // config.block_size
-        found.append(RankSize(rank, (layers.start, layers.stop), part.outline().bytes, kv_token))
+        kv_token, device = len(layers) * part.block.nbytes // config.block_size, config.device_of(rank)
+        found.append(RankSize(rank, (layers.start, layers.stop), part.outline().bytes, kv_token, device, free[rank] if free else None))
     return found
 
 
+def open_rank(config: EngineConfig, opened: OpenedModel, rank: int) -> OpenedModel:
+    """What a rank has of the model that rank 0 has opened."""
+    from tinyvllm.runner.opened import open_model
+    from tinyvllm.runner.pipeline import RankStart
+
+    assert opened.memory is not None
+    return open_model(config, config.device_of(rank), RankStart(opened.memory, rank, opened.stage.ends if opened.stage else []))
+
+
+def _room(config: EngineConfig, opened: OpenedModel, taken: Memory) -> int:
+    """Bytes that the KV cache may take, and a drafter, at most."""
+    if opened.division is not None:
+        return opened.division.most_blocks(config.gpu_layers) * opened.block_bytes
+    return taken.available - taken.fixed
+
+
 def _start(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory, taken: Memory) -> tuple[Start | None, str | None]:
-    from tinyvllm.runner.memory import check_weights
-    from tinyvllm.runner.sizes import block_bytes, pool_size
+    from tinyvllm.runner.sizes import block_bytes, check_all_weights, pool_size
 
     try:
-        check_weights(config.device, taken.weights, taken.available)
+        check_all_weights(opened, taken.available)
         size = pool_size(config, opened, drafter, taken.available - taken.weights)
     except OutOfMemoryError as error:
         return None, str(error)
@@ -158,30 +176,47 @@ def _candidates(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemor
     from tinyvllm.runner.sizes import longest_contexts, room_of
 
     found = []
-    for quantization, nbytes in _weights_by_quantization(config):
-        room = taken.available - taken.fixed + taken.weights - nbytes
+    for quantization, nbytes, room in _by_quantization(config, opened, taken):
         longest = max((fit.context for fit in longest_contexts(room, config, opened, drafter) if fit.sequences == 1), default=0)
         found.append(Candidate(quantization, nbytes, room >= room_of(wanted, 1, config, opened, drafter), longest))
     return sorted(found, key=lambda one: -one.weights)
 
 
-def _weights_by_quantization(config: EngineConfig) -> Iterator[tuple[str | None, int]]:
-    """Bytes of weights: in the file's own formats, and, where these are floats, in every format that the device has kernels for."""
+def _by_quantization(config: EngineConfig, opened: OpenedModel, taken: Memory) -> Iterator[tuple[str | None, int, int]]:
+    """Bytes of weights, and what these leave for the KV cache and a drafter: in the file's own formats, and, where these are floats, in
+    every format that the device has kernels for.
+    """
     from tinyvllm.runner.opened import open_model
     from tinyvllm.runner.pipeline import RankStart
     from tinyvllm.runner.planned import is_packed
 
-    whole = replace(config, quantization=None, imatrix=None, tensor_parallel_size=1, pipeline_parallel_size=1)
+    one_stage = dict[str, Any](tensor_parallel_size=1, pipeline_parallel_size=1, more_devices=(), gpu_layers=None)
+    whole = replace(config, quantization=None, imatrix=None, **one_stage)
     plain = open_model(whole, config.device)
     copies = [open_model(whole, config.device, RankStart(plain.memory, rank, [])) for rank in range(1, whole.num_ranks) if plain.memory]
 
-    def nbytes(quantization: str | None) -> int:
-        return plain.outline(quantization).bytes + sum(copy.outline(quantization).own_bytes for copy in copies)
+    def sizes(quantization: str | None) -> tuple[int, int]:
+        if opened.division is not None:
+            return _divided(config, opened, plain, opened.division, quantization)
+        nbytes = plain.outline(quantization).bytes + sum(copy.outline(quantization).own_bytes for copy in copies)
+        return nbytes, taken.available - taken.fixed + taken.weights - nbytes
 
-    yield None, nbytes(None)
+    yield None, *sizes(None)
     for quantization in () if is_packed(plain) else QUANTIZATIONS:
         with contextlib.suppress(ModelError):  # no kernels for the format, or a matrix that it cannot hold
-            yield quantization, nbytes(quantization)
+            yield quantization, *sizes(quantization)
+
+
+def _divided(
+    config: EngineConfig, opened: OpenedModel, plain: OpenedModel, division: Division, quantization: str | None
+) -> tuple[int, int]:
+    """Bytes of weights, and what these leave for the KV cache, where several devices divide layers of that size."""
+    from tinyvllm.runner.opened import layer_weights, wanted_blocks
+
+    gpu, cpu = (layer_weights(plain.config, plain.on_device(device).outline(quantization)) for device in config.devices)
+    division = division.with_weights(gpu, cpu)
+    parts = division.parts(division.choose(config.gpu_layers, *wanted_blocks(config, opened)))
+    return sum(part.weights for part in parts), division.most_blocks(config.gpu_layers) * opened.block_bytes
 
 
 def _advice(best: Candidate | None, context: int) -> str:

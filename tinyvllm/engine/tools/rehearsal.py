@@ -63,7 +63,8 @@ class Rehearsal:
         clock: Callable[[], float] = time.perf_counter,
     ):
         from tinyvllm.runner.rehearsed import EMBEDDED, RehearsedRunner, check_room
-        from tinyvllm.runner.sizes import groups_of, wanted_context
+        from tinyvllm.runner.scratch import wanted_context
+        from tinyvllm.runner.sizes import groups_of
 
         self._clock, self._prompts, self._ids = clock, 0, min(EMBEDDED, opened.config.vocab_size)
         longest = max(wanted_context(config, opened.config), min(_SHORTEST, opened.config.max_context))

@@ -89,7 +89,7 @@ def _check(run: Run, engine: Engine, config: EngineConfig, remark: Callable[[str
             raise ArgumentError(f"replay: {config.model} has changed since {run.path} was recorded; --model names another model")
         remark(f"another model than the recorded {run.header['config']['model']}")
     for name in ("device", "dtype"):
-        now = str(engine.config.device if name == "device" else engine.runner.dtype)
+        now = str(engine.config.device_names if name == "device" else engine.runner.dtype)
         then = str(run.header["config"]["device"] if name == "device" else run.header.get("dtype"))
         if now != then:
             remark(f"{name} {now}, recorded with {then}")

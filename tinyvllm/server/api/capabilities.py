@@ -29,7 +29,7 @@ def fields_of(body: type[Body]) -> dict[str, dict[str, str]]:
 def device_of(llm: AsyncLLM) -> dict[str, Any]:
     """What the device of a loaded model computes with as packed, and what the model has."""
     return {
-        "device": llm.config.device,
+        "device": llm.config.device_names,
         "packed": llm.packed_types,
         "weights": llm.weight_formats,
         "kv_cache_dtype": llm.config.kv_cache_dtype,
