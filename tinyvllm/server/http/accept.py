@@ -18,6 +18,7 @@ log = logging.getLogger("tinyvllm.server")
 
 _BACKLOG = 2048
 _BURST = 64  # connections accepted before the event loop turns to others
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 _RETRY_SECONDS = 1.0
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -110,6 +111,8 @@ class Acceptor:
     async def _connect(self, client: socket.socket, connection: Connection) -> None:
         client.setblocking(False)
         try:
+            if client.family in _INTERNET:  # asyncio does it only where the listening socket was opened with the protocol's number
+                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await self._loop.connect_accepted_socket(lambda: connection, client, ssl=self._tls)
         except (OSError, TimeoutError):  # the client has left, or its TLS handshake has failed
             client.close()
