@@ -261,8 +261,8 @@ def embed(o: argparse.Namespace) -> Work:
 def pack(o: argparse.Namespace) -> Work:
     """From rows [O, I] of a file's layout to panels, in pages that are there already."""
     size = panel_bytes(o.weight, o.O, o.I)  # rows take as much, if O is a multiple of 16
-    arguments = [plain(size), ints(), ints(0, -(-o.O // 16), o.O)]
-    defines = (("I", o.I), ("SOURCE", o.weight), ("FORMAT", o.weight))
+    arguments = [plain(size), ints(), ints(0, -(-o.O // 16), o.O, o.I)]
+    defines = (("SOURCE", o.weight), ("FORMAT", o.weight))
     return Work(Kernel("pack", "cpu", o.target, defines, 1, 2), arguments, 1, lambda: plain(size), size, 0, "f32_flops")
 
 

@@ -2,11 +2,12 @@
 //
 //   panels  [.., PANEL_BYTES]     the matrix in panels of 16 rows, FORMAT, on a 64-byte boundary; those from span[0] to span[1] are written
 //   rows    [N, FILE_ROW_BYTES]   the source as a file has it, SOURCE, at any address
-//   span    [3] int32             first panel, end of the panels, N; N rows fill them but for the last panel, which zeros complete
+//   span    [4] int32             first panel, end of the panels, N, I; N rows fill them but for the last panel, which zeros complete
 //
 // Panel p takes rows (p - span[0]) * 16 onwards, so that several sources become one matrix with one call each. I % BLOCK == 0. SOURCE ==
 // FORMAT, or both are among F32, F16 and BF16: then numbers are rounded to nearest, ties to even, and beyond float16's range become
-// infinite. Blocks are moved part by part (FIELDS of format.h), and none of their bits change but those that a field flips.
+// infinite. Blocks are moved part by part (FIELDS of format.h), and none of their bits change but those that a field flips. The width is an
+// argument: moving bytes is as fast, and one compilation serves all matrices of a model.
 //
 // One panel is one unit of work. Sixteen rows of four words are transposed at a time, in the four quarters of four registers.
 //
@@ -25,26 +26,26 @@ struct source {  // sixteen rows; those beyond the matrix point to the last one,
 };
 
 static inline struct source sixteen_rows(const uint8_t *rows, long stride, int present);
-static inline void pack_panel(uint8_t *to, const struct source *from);
-static inline void convert_panel(uint8_t *to, const struct source *from, int present);
+static inline void pack_panel(uint8_t *to, const struct source *from, int I);
+static inline void convert_panel(uint8_t *to, const struct source *from, int present, int I);
 
 #define NUMBER_BYTES(kind) ((kind) == F32 ? 4 : 2)
 #if SOURCE == FORMAT
-#define SOURCE_ROW_BYTES FILE_ROW_BYTES(I)
+#define SOURCE_ROW_BYTES(I) FILE_ROW_BYTES(I)
 #else
-#define SOURCE_ROW_BYTES (I * (long)NUMBER_BYTES(SOURCE))
+#define SOURCE_ROW_BYTES(I) ((I) * (long)NUMBER_BYTES(SOURCE))
 #endif
 
 static void pack(uint8_t *panels, const uint8_t *rows, const int32_t *span, const struct thread_team *team) {
-  const int first = span[0], count = span[1] - span[0];
+  const int first = span[0], count = span[1] - span[0], I = span[3];
   for (int unit = next_unit(team); unit < count; unit = next_unit(team)) {
     const int left = span[2] - unit * ROWS, present = left < ROWS ? left : ROWS;
-    const struct source from = sixteen_rows(rows + (long)unit * ROWS * SOURCE_ROW_BYTES, SOURCE_ROW_BYTES, present);
+    const struct source from = sixteen_rows(rows + (long)unit * ROWS * SOURCE_ROW_BYTES(I), SOURCE_ROW_BYTES(I), present);
     uint8_t *to = panels + (first + unit) * PANEL_BYTES(I);
 #if SOURCE == FORMAT
-    pack_panel(to, &from);
+    pack_panel(to, &from, I);
 #else
-    convert_panel(to, &from, present);
+    convert_panel(to, &from, present, I);
 #endif
   }
 }
@@ -126,7 +127,7 @@ static inline void pack_block(uint8_t *to, const struct source *from, long at) {
 #undef FIELD
 }
 
-static inline void pack_panel(uint8_t *to, const struct source *from) {
+static inline void pack_panel(uint8_t *to, const struct source *from, const int I) {
   for (int b = 0; b < I / BLOCK; b++) pack_block(to + (long)b * PANEL_BLOCK_BYTES, from, (long)b * FILE_BLOCK_BYTES);
 }
 
@@ -151,7 +152,7 @@ static inline void convert(uint8_t *to, const uint8_t *from) {
   else v16_store_bf16((uint16_t *)to, numbers);
 }
 
-static inline void convert_panel(uint8_t *to, const struct source *from, int present) {
+static inline void convert_panel(uint8_t *to, const struct source *from, int present, const int I) {
   _Alignas(64) uint8_t piece[ROWS][PIECE * NUMBER_BYTES(FORMAT)];
   const struct source converted = sixteen_rows(piece[0], sizeof piece[0], present);
   for (int start = 0; start < I; start += PIECE) {

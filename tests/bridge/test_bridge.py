@@ -168,12 +168,14 @@ def test_the_number_of_tensors_is_checked():
         run_now(COPY, pool_of(2).T, np.zeros((1, 2), np.int32), np.zeros(1, np.int32))
 
 
-def test_run_now_has_run_on_return():
-    from tinyvllm.backends.launch import run_now
+@pytest.mark.parametrize("name", ["run_now", "run_alone"])
+def test_a_kernel_on_host_memory_has_run_on_return(name):
+    from tinyvllm.backends import launch
 
+    run = getattr(launch, name)
     for _ in range(3):  # the second finds no leftovers of the first
         pool = pool_of(6)
-        run_now(COPY, pool, np.array([[0, 5], [1, 4], [2, 3]], np.int32), np.array([3], np.int32))
+        run(COPY, pool, np.array([[0, 5], [1, 4], [2, 3]], np.int32), np.array([3], np.int32))
         assert pool[:, 0].tolist() == [0, 1, 2, 2, 1, 0]
 
 

@@ -323,8 +323,8 @@ def cascade(cache: str, target: str, H: int = 4, K: int = 2, D: int = 48, S: int
 
 def pack(source: str, format: str, target: str, I: int = 96, rows: int = 37) -> Call:
     I = packable_width(format, I)
-    arrays = [panels(format, rows, I), weight_bytes(source, rows, I), int32(0, 3, rows)]
-    return kernel("pack", target, 1, arrays, I=I, SOURCE=source, FORMAT=format)
+    arrays = [panels(format, rows, I), weight_bytes(source, rows, I), int32(0, 3, rows, I)]
+    return kernel("pack", target, 1, arrays, SOURCE=source, FORMAT=format)
 
 
 def quantize(format: str, target: str, weighted: int, I: int = 768, rows: int = 3) -> Call:

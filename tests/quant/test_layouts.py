@@ -129,12 +129,12 @@ def test_reading_a_few_rows_does_not_unpack_the_matrix(kind, format):
 
 def packed_by_kernel(target: str, source: str, format: str, rows: np.ndarray, I: int, threads: int, shift: int = 0) -> np.ndarray:
     """The panels of `rows`, which begin `shift` bytes after an aligned address, written between two panels that must not change."""
-    kernel = Kernel("pack", "cpu", target, (("SOURCE", source), ("FORMAT", format), ("I", I)), 1, 2)
+    kernel = Kernel("pack", "cpu", target, (("SOURCE", source), ("FORMAT", format)), 1, 2)
     room = aligned((rows.size + shift,), np.uint8)
     room[shift:] = rows.reshape(-1)
     count, panel = -(-len(rows) // 16), panel_bytes(format, 16, I)
     out = aligned(((count + 2) * panel,), np.uint8)
-    call(kernel, out, room[shift:], np.array([1, 1 + count, len(rows)], np.int32), threads=threads)
+    call(kernel, out, room[shift:], np.array([1, 1 + count, len(rows), I], np.int32), threads=threads)
     assert (out[:panel] == 0xFF).all() and (out[-panel:] == 0xFF).all()
     return out[panel:-panel]
 
@@ -162,11 +162,11 @@ def test_kernel_converts_as_numpy_does(target, source, format):
 def test_kernel_stacks_matrices_by_a_call_each():
     I = 64
     parts = [file_rows("Q8_0", O, I) for O in (32, 16, 17)]
-    kernel = Kernel("pack", "cpu", "plain", (("SOURCE", "Q8_0"), ("FORMAT", "Q8_0"), ("I", I)), 1, 2)
+    kernel = Kernel("pack", "cpu", "plain", (("SOURCE", "Q8_0"), ("FORMAT", "Q8_0")), 1, 2)
     out, first = aligned((panel_bytes("Q8_0", 65, I),), np.uint8), 0
     for rows in parts:
         last = first + -(-len(rows) // 16)
-        call(kernel, out, aligned(rows.shape, np.uint8, rows), np.array([first, last, len(rows)], np.int32))
+        call(kernel, out, aligned(rows.shape, np.uint8, rows), np.array([first, last, len(rows), I], np.int32))
         first = last
     np.testing.assert_array_equal(out, pack_panels("Q8_0", np.concatenate(parts)))
 

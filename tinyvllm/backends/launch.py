@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from tinygrad import Tensor
 
 from tinyvllm.backends.cpu import launch as cpu
-from tinyvllm.backends.cpu.launch import run_now
+from tinyvllm.backends.cpu.launch import run_alone, run_now
 from tinyvllm.backends.kernel import Kernel
 
-__all__ = ["launch", "run_now"]
+__all__ = ["launch", "run_alone", "run_now"]
 
 
 def launch(kernel: Kernel, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> list[Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.backends.launch import run_now
+from tinyvllm.backends.launch import run_alone, run_now
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.registry import select, usable_variants
 from tinyvllm.lazy_dataclass import dataclass
@@ -19,6 +19,8 @@ from tinyvllm.runner.quantize import quantized
 from tinyvllm.weights.convert import check_fits_float16
 from tinyvllm.weights.mapping import drop_pages
 from tinyvllm.weights.memory import place_bytes
+
+LITTLE = 2 << 20  # bytes that one thread packs in a millisecond: meeting the others takes longer, most of all on a busy machine
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +61,9 @@ def pack_panels(format: str, I: int, parts: Sequence[Rows], out: np.ndarray) -> 
     first, variant = 0, usable_variants(Placement("CPU"))[0]  # also for a device without kernels of its own
     for part in parts:
         end = first + -(-len(part.data) // PANEL)
-        kernel = Kernel.cpu("pack", variant, 1, 2, SOURCE=part.format, FORMAT=format, I=I)
-        run_now(kernel, out, np.ascontiguousarray(part.data), np.array([first, end, len(part.data)], np.int32))
+        kernel = Kernel.cpu("pack", variant, 1, 2, SOURCE=part.format, FORMAT=format)
+        run = run_alone if part.data.nbytes <= LITTLE else run_now
+        run(kernel, out, np.ascontiguousarray(part.data), np.array([first, end, len(part.data), I], np.int32))
         drop_pages(part.data)
         first = end
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -61,14 +63,19 @@ def row_numbers(count: int) -> Tensor:
 @functools.cache
 def solo_team() -> Tensor:
     """A team of one thread with its own shared words: the last argument of a CPU kernel that runs outside a captured step."""
+    tensor = Tensor.from_blob(_team_of_one(), (64,), device="CPU", dtype=dtypes.uint8)
+    return name_process_tensor(tensor, "cpu solo team")
+
+
+def _team_of_one() -> int:
+    """The address of a team that no other has, alive as long as the process."""
     words = np.zeros(512, np.uint8)
     start = -words.ctypes.data % 64
     team = words[start : start + 64]
     team[:8].view(np.int32)[:] = 0, 1
     team[8:16].view(np.uint64)[0] = team.ctypes.data + 64
-    tensor = Tensor.from_blob(team.ctypes.data, (64,), device="CPU", dtype=dtypes.uint8)
     _kept.append(words)
-    return name_process_tensor(tensor, "cpu solo team")
+    return int(team.ctypes.data)
 
 
 define_process_tensor("cpu row numbers", row_numbers)
@@ -77,10 +84,25 @@ define_process_tensor("cpu solo team", solo_team)
 
 def run_now(kernel: Kernel, *arrays: np.ndarray) -> None:
     """Run a CPU kernel on host memory, outside any graph; it has run on return. For loading, tests and benchmarks."""
-    if len(arrays) != kernel.outs + kernel.ins or not all(a.flags.c_contiguous for a in arrays):
-        raise ValueError(f"run_now: {kernel.stem} takes {kernel.outs + kernel.ins} contiguous arrays")
+    _check_arrays(kernel, arrays)
     words = [_loaded(kernel)[0], TEAM, len(arrays), 0, 1, *(a.ctypes.data for a in arrays)]
     thread_pool().run(np.array(words, np.int64), 1)
+
+
+def run_alone(kernel: Kernel, *arrays: np.ndarray) -> None:
+    """As `run_now`, by this thread: for little work, which is done before the others would be awake."""
+    _check_arrays(kernel, arrays)
+    entry = ctypes.CFUNCTYPE(None, *[ctypes.c_long] * (len(arrays) + 1))(_loaded(kernel)[0])
+    with _alone:
+        entry(*(a.ctypes.data for a in arrays), _own_team())
+
+
+_alone, _own_team = threading.Lock(), functools.cache(_team_of_one)
+
+
+def _check_arrays(kernel: Kernel, arrays: Sequence[np.ndarray]) -> None:
+    if len(arrays) != kernel.outs + kernel.ins or not all(a.flags.c_contiguous for a in arrays):
+        raise ValueError(f"run_now: {kernel.stem} takes {kernel.outs + kernel.ins} contiguous arrays")
 
 
 @functools.cache
