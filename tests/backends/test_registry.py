@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tinyvllm.backends import registry
-from tinyvllm.backends.cpu import call as cpu
+from tinyvllm.backends.cpu import variants as cpu
 from tinyvllm.backends.cuda import call as cuda
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.metal import call as metal

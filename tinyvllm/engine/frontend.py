@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 def start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
     """Load the model, with the observers of its configuration: OutputError if the file of `record` cannot be written, ArgumentError if
     the endpoints of `kv_events_config` cannot be used."""
+    from tinyvllm.runner.device import prepare_compiler
+
+    prepare_compiler(config.device)  # in the background
     from tinyvllm.engine.engine import Engine  # tinygrad comes with it, and a wrong option is reported without waiting for that
 
     observers: list[EngineObserver] = []

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tinyvllm.backends.cpu.compile import prepare_header
 from tinyvllm.backends.cpu.toolchain import compiler_command, processor
+from tinyvllm.backends.cpu.variants import best_variant
 from tinyvllm.errors import ArgumentError, OutOfMemoryError
 from tinyvllm.host_memory import headroom, is_out_of_memory, require_start
 from tinyvllm.placement import Placement
@@ -53,6 +55,12 @@ def _default_of_tinygrad(kind: str) -> Iterator[None]:
         yield
     finally:
         os.environ.pop("DEV", None)
+
+
+def prepare_compiler(choice: str) -> None:
+    """Begin what a first start on the CPU waits for, before tinygrad is imported."""
+    if Placement(choose_device(choice)).is_cpu:
+        prepare_header(best_variant())
 
 
 def share_cores(ranks: int) -> None:

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from tinyvllm import bridge
 from tinyvllm.backends import ahead
 from tinyvllm.backends.collecting import collecting_kernels
 from tinyvllm.backends.cpu import compile as module
@@ -17,6 +18,7 @@ from tinyvllm.backends.cpu.compile import function_code, kernel_code
 from tinyvllm.backends.cpu.cores import Cores
 from tinyvllm.backends.cpu.toolchain import compiler_command
 from tinyvllm.backends.kernel import Kernel
+from tinyvllm.bridge import load_object
 from tinyvllm.errors import KernelError
 from tinyvllm.storage import building
 
@@ -99,7 +101,7 @@ def test_an_object_needs_nothing_and_begins_with_its_entry(cache, monkeypatch):
     """What tinygrad's loader makes of it is code to jump to: it says so if a symbol is undefined."""
     from tinygrad.runtime.support.elf import elf_loader, jit_loader
 
-    monkeypatch.setattr(module, "load_object", lambda code: code)
+    monkeypatch.setattr(bridge, "load_object", lambda code: code)
     code = kernel_code(copy())
     assert len(jit_loader(code)) > 0
     _, sections, _ = elf_loader(code)
@@ -181,7 +183,7 @@ def test_the_header_of_intrinsics_is_precompiled_once_for_many_kernels(cache, ru
     objects = [module._compiled(SUM.format(i), "sum", "avx2") for i in range(5)]
     assert len(runs) == 6 and [("-include-pch" in run) for run in runs] == [False, False, False, True, True, True]
     assert any("c-header" in run for run in runs[2:3])
-    plain = [module.load_object(module._run([*compiler_command(), *_flags("avx2")], SUM.format(i)).stdout) for i in range(5)]
+    plain = [load_object(module._run([*compiler_command(), *_flags("avx2")], SUM.format(i)).stdout) for i in range(5)]
     assert objects == plain, "the same bits as without"
 
 

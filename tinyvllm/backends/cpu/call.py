@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,8 +16,8 @@ from tinyvllm.backends.cpu.launch import compile_ahead, launch, row_numbers
 from tinyvllm.backends.cpu.limits import LIMITS
 from tinyvllm.backends.cpu.prepared import MAX_THREADS, prepared_bytes
 from tinyvllm.backends.cpu.states import StateKernels
-from tinyvllm.backends.cpu.tiles import tiles_refused
 from tinyvllm.backends.cpu.toolchain import compiler_state, cpu_features, processor, processor_name
+from tinyvllm.backends.cpu.variants import NEEDS, best_variant, cpu_variants
 from tinyvllm.backends.kernel import Constant, Kernel
 from tinyvllm.backends.limits import ShapeFacts, first_reason
 from tinyvllm.backends.operands import QKV, AdapterStack, DrawInputs, History, KernelTable, KernelWeight, NormWeights, packed, packed_parts
@@ -38,17 +37,6 @@ from tinyvllm.placement import Placement, RankGroup
 from tinyvllm.quant.formats import Layout
 from tinyvllm.quant.layouts import PackedWeight, RowSource, panel_bytes, row_bytes
 from tinyvllm.quant.slices import ColumnShare, RowShare
-
-# What a processor must have for each variant, by Linux's names of its features.
-_AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx2", "fma", "f16c")
-NEEDS: dict[str, tuple[str, ...]] = {
-    "amx": (*_AVX512, "avx512_bf16", "avx512_vnni", "avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"),
-    "avx512": _AVX512,
-    "avxvnni": ("avx_vnni", "avx2", "fma", "f16c"),
-    "avx2": ("avx2", "fma", "f16c"),
-    "neon": ("asimd",),
-    "plain": (),
-}
 
 HEADS_OF_A_PART = 8  # of those that share latents: a unit of attention converts their keys once, and more heads leave threads without work
 PARTITION = 256  # keys that one unit of work of attention_decode reads
@@ -71,16 +59,10 @@ class CpuBackend(ExpertKernels, StateKernels):
             render_bfloat16_as_bits()
             emulate_half_without_f16c(cpu_features())
             time_generated_kernels()
-            prepare_compiler(next(name for name, lacking in self.variants(placement).items() if lacking is None))
+            prepare_compiler(best_variant())
 
     def variants(self, placement: Placement, stem: str | None = None) -> dict[str, str | None]:
-        arm = platform.machine().lower() in ("arm64", "aarch64")
-        has = cpu_features()
-        named = {name: needs for name, needs in NEEDS.items() if name == "plain" or (name == "neon") == arm}
-        lacking = {name: _lacking(needs, has) for name, needs in named.items()}
-        if "amx" in lacking and lacking["amx"] is None:
-            lacking["amx"] = tiles_refused()
-        return lacking
+        return cpu_variants()
 
     def identity(self, placement: Placement) -> str:
         return " ".join([processor_name(), processor(), compiler_state()])
@@ -322,8 +304,3 @@ def _attention_areas(q: Tensor, K: int) -> Tensor:
     group = H // K
     rows = group * max(1, 128 // group)
     return empty(q, MAX_THREADS * (128 * D + rows * (3 * D + 32)))
-
-
-def _lacking(needs: tuple[str, ...], has: frozenset[str]) -> str | None:
-    missing = [need for need in needs if need not in has]
-    return f"the processor has no {', '.join(missing)}" if missing else None

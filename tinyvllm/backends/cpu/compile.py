@@ -15,11 +15,11 @@ import platform
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 from tinyvllm.backends.cpu.toolchain import compiler_command, target_flags
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernel_source, kernel_text
-from tinyvllm.bridge import compile_clock, load_object
 from tinyvllm.errors import KernelError, ToolchainError
 from tinyvllm.storage.building import kept_or_built
 from tinyvllm.storage.cache import open_cache
@@ -64,20 +64,35 @@ def function_code(stem: str) -> bytes:
     return _compiled(_ENTRY.format(stem=stem) + kernel_source("cpu", stem), stem, "plain")
 
 
+def prepare_header(target: str) -> None:
+    """On the first start of a machine: the header that its kernels wait for, in the background while tinygrad is imported."""
+    with contextlib.suppress(RuntimeError):  # no thread for want of memory: opening the device says so
+        _prepare(target, lambda: _intrinsics.precompile(compiler_command(), (*_FLAGS, *target_flags(target))))
+
+
 def prepare_compiler(target: str) -> None:
     """On the first start of a machine: what all its kernels wait for, in the background while the model is opened."""
-    room = open_cache().room(_ROOM)
-    if target in _WITH_INTRINSICS and room is not None and not any(room.glob("*.code")):
-        threading.Thread(target=_prepare, args=(target,), name="tinyvllm-compile-header", daemon=True).start()
 
-
-def _prepare(target: str) -> None:
-    with contextlib.suppress(KernelError, ToolchainError, OSError):  # the first kernel will say so
+    def prepare() -> None:
         _intrinsics.precompile(compiler_command(), (*_FLAGS, *target_flags(target)))
         function_code("thread_pool")
 
+    _prepare(target, prepare)
+
+
+def _prepare(target: str, prepare: Callable[[], object]) -> None:
+    def prepare_quietly() -> None:
+        with contextlib.suppress(KernelError, ToolchainError, OSError):  # the first kernel will say so
+            prepare()
+
+    room = open_cache().room(_ROOM)
+    if target in _WITH_INTRINSICS and room is not None and not any(room.glob("*.code")):
+        threading.Thread(target=prepare_quietly, name="tinyvllm-compile-header", daemon=True).start()
+
 
 def _compiled(text: str, name: str, target: str) -> bytes:
+    from tinyvllm.bridge import compile_clock  # not above: the header is prepared while tinygrad is imported
+
     flags = (*_FLAGS, *target_flags(target))
     key = "\0".join((text, *flags, sys.platform, platform.machine(), str(VERSION)))
     place = f"{_ROOM}/{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.code"
@@ -86,6 +101,8 @@ def _compiled(text: str, name: str, target: str) -> bytes:
 
 def _compile(text: str, flags: tuple[str, ...], name: str) -> bytes:
     """The code that the compiler makes of a text, through a pipe: a full disk or a limit on files' sizes does not stop it."""
+    from tinyvllm.bridge import load_object
+
     compiler = compiler_command()
     try:
         precompiled = _intrinsics.flags(compiler, flags) if _INTRINSICS in text else ()
