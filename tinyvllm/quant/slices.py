@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant.formats import FORMATS, Activations, Layout, activations_of
 
 ALL_SLICES = 8

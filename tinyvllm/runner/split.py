@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from tinyvllm.config import EngineConfig
 from tinyvllm.distributed.memory import Layout, SharedMemory
 from tinyvllm.errors import ModelError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.placement import RankGroup
 from tinyvllm.quant.formats import FORMATS

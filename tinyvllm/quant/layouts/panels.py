@@ -15,12 +15,11 @@ The idea of panels is that of packed matrix products (Goto and van de Geijn 2008
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from tinygrad import Tensor
 
 from tinyvllm.errors import ModelError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant.codecs import unpack
 from tinyvllm.quant.formats import FORMATS, Layout, formats_in
 from tinyvllm.quant.layouts.fields import spans, unit_bytes, weights

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant.layouts.rows import PANEL
 
 ZEROS = -1  # place of a row of zeros, which completes the last sixteen
