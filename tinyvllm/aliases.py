@@ -7,10 +7,10 @@ the same need no entry.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from tinyvllm.errors import ArgumentError
+from tinyvllm.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True)

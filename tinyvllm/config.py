@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tinyvllm.aliases import VLLM, from_vllm
 from tinyvllm.errors import ArgumentError, nearest
 from tinyvllm.kv_events import config as kv_events
 from tinyvllm.kv_events.config import KVEventsConfig
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant import mixes
 from tinyvllm.speculative import SpeculativeConfig
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from functools import cache
 
 from tinyvllm.engine.beam import BeamState
@@ -13,6 +12,7 @@ from tinyvllm.engine.energy import OFF, set_energy
 from tinyvllm.engine.observer import EngineObserver
 from tinyvllm.engine.output import ActiveRequest
 from tinyvllm.errors import BusyError, KernelError, OutOfMemoryError, TinyvllmError, ToolchainError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.metrics import EngineMetrics, FinishedRequest, NoMetrics, StepStats, add_counts
 from tinyvllm.request import Energy, RequestOutput
 from tinyvllm.scheduler import Schedule, Scheduled, Scheduler

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from tinyvllm.backends.registry import backend_for, usable_variants
 from tinyvllm.errors import ArgumentError, OutOfMemoryError
 from tinyvllm.host_memory import headroom, megabytes
 from tinyvllm.integers import ceil_div
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.placement import Placement
 from tinyvllm.weights.mapping import allocate
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 from tinyvllm.distributed.memory import SharedMemory
 from tinyvllm.errors import ModelError
+from tinyvllm.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, replace
 from typing import Any
 
 from tinygrad import Tensor
@@ -15,6 +15,7 @@ from tinyvllm.bridge import download, upload
 from tinyvllm.config import EngineConfig
 from tinyvllm.distributed.memory import SharedMemory
 from tinyvllm.distributed.ranks import Ranks
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.runner.kv import KVPool
 from tinyvllm.runner.opened import OpenedModel
 from tinyvllm.runner.prepare import StepInputs
