@@ -74,7 +74,7 @@ def _samples(device: str) -> dict[str, Any]:
     from tinygrad import Tensor
 
     from tests.kernels.cuda.samples import samples
-    from tinyvllm.backends.cuda.call import gpu_at
+    from tinyvllm.backends.cuda.driver import gpu_at
 
     return samples(gpu_at(Tensor.empty(1, device=device)), _arch(device))
 
@@ -171,6 +171,9 @@ def _needs(placement: Any, dry: bool) -> Iterator[tuple[str, Any]]:
     for format in formats:
         facts = ShapeFacts(placement, format=format, **product)
         yield from ((stem, facts) for stem in ("pack_tiles", "embed", "matmul", "norm_gate_up_silu", "norm_head"))
+        yield from ((stem, facts) for stem in ("experts_gate_up_silu", "experts_down") if stem in backend.stems)
+    if "norm_route" in backend.stems:
+        yield "norm_route", ShapeFacts(placement, format="F32", **product)
     mixed = [_named_parts(names, layout) for names in (MIXED[:1] if dry else MIXED)]
     for format, cache in [*((format, "BF16") for format in (*formats, *mixed)), *(("BF16", cache) for cache in caches[1:])]:
         yield "norm_qkv_rope_store", ShapeFacts(placement, format=format, cache_format=cache, head_dim=64, **product, **cached)

@@ -28,6 +28,8 @@ WRONG: dict[str, tuple[str, str | Callable[[str], str]]] = {
     "norm_route": ("EPS", "0.5f"),
     "experts_gate_up_silu": ("EPS", "0.5f"),
     "experts_down": ("C", "1"),
+    "list_experts": ("C", "1"),
+    "experts_sum": ("C", "1"),
     "norm_head": ("EPS", "0.5f"),
     "advance": ("NO_SLOT", "0"),
     "kv_copy": ("BLOCK_BYTES", "160"),

@@ -11,6 +11,12 @@
 //   rows       [1] int32           number of rows of x, 0 to T; later rows of out are not touched
 //   T          integer             rows of prepared; the text does not depend on it
 //
+// If EXPERTS is defined, out is that of pairs of a row and one of its experts (list_experts.cu): weight is that of all experts, [EXPERTS O, I], with
+// SILU gate of all and then up of all, bias likewise; prepared has a row for each place of `order`, and in place of rows there are
+//
+//   order      [T] int32           the row of out of each place, -1 for none
+//   tasks      [2 + 3 N] int32     of up to TASK groups of eight places, each of one expert; TILE_T divides 8 TASK
+//
 // T % 8 == 0, I % 32 == 0, any O (SILU: O % 16 == 0, and TILE_O / WARPS_O % 32 == 0). ACTIVATION: NO_ACTIVATION or GELU. The order of
 // every sum is that of product.cuh, so a row has the bits that matvec gives it.
 //
@@ -52,12 +58,18 @@
 #else
 #define RESIDUAL_ARGUMENT
 #endif
+#if BY_EXPERT
+#define ROWS_ARGUMENTS const int *order, const int *tasks
+#else
+#define ROWS_ARGUMENTS const int *rows
+#endif
 
 DEVICE void sum_pieces(Sums &total, float4 *partial, u8 *ring, const Source &source, const Tile &tile, const Place &place);
-DEVICE void write(float *out, const Sums &total, const float *bias, const float *residual, const Tile &tile, int count, const Place &place);
+DEVICE void write(float *out, const Sums &total, const float *bias, const float *residual, const Tile &tile, const int *order, int count,
+                  const Place &place);
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-    matmul(float *out, SPLIT_ARGUMENTS const u8 *prepared, const u8 *weight, BIAS_ARGUMENT RESIDUAL_ARGUMENT const int *rows, int T) {
+    matmul(float *out, SPLIT_ARGUMENTS const u8 *prepared, const u8 *weight, BIAS_ARGUMENT RESIDUAL_ARGUMENT ROWS_ARGUMENTS, int T) {
 #if SPLIT == 1
   float4 *partial = nullptr;
 #endif
@@ -68,8 +80,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const float *residual = nullptr;
 #endif
   DYNAMIC_SHARED(ring);
-  const int count = rows[0];
+#if BY_EXPERT
+  const int count = tasks[0];
+  const Tile tile = tile_of_task(tasks);
+#else
+  const int *order = nullptr, count = rows[0];
   const Tile tile = tile_of_block(count);
+#endif
   if (tile.groups <= 0) return;
   const Place place = place_of_thread();
   Sums total;
@@ -77,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #if SPLIT > 1
   if (!is_last_split(total, partial, counters, tile, place)) return;
 #endif
-  if (place.team == 0 && place.warp_t * WARP_T < tile.groups) write(out, total, bias, residual, tile, count, place);
+  if (place.team == 0 && place.warp_t * WARP_T < tile.groups) write(out, total, bias, residual, tile, order, count, place);
 }
 
 // The sums of the tile's pieces, merged as `end_round` says.
@@ -114,7 +131,14 @@ DEVICE void sum_pieces(Sums &total, float4 *partial, u8 *ring, const Source &sou
   copy_wait<0>();
 }
 
-DEVICE void write(float *out, const Sums &total, const float *bias, const float *residual, const Tile &tile, int count,
+// The row of out of the tile's token number `token`; -1 if there is none.
+DEVICE int row_of(const Tile &tile, int token, const int *order, int count) {
+  const int place = tile.first_group * 8 + token;
+  if (BY_EXPERT) return token / 8 < tile.groups ? order[place] : -1;
+  return place < count ? place : -1;
+}
+
+DEVICE void write(float *out, const Sums &total, const float *bias, const float *residual, const Tile &tile, const int *order, int count,
                   const Place &place) {
   constexpr int OUT_WARP_O = SILU ? WARP_O / 2 : WARP_O;  // tiles of out of a warp
 #pragma unroll
@@ -124,12 +148,13 @@ DEVICE void write(float *out, const Sums &total, const float *bias, const float 
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const int o = (tile.row_block * OUT_TILES_OF_BLOCK + out_tile(place.warp_o * WARP_O + m)) * 16 + place.lane / 4 + e / 2 * 8;
-        const int token = tile.token_block * TILE_T + (place.warp_t * WARP_T + n) * 8 + place.lane % 4 * 2 + e % 2;
-        if (o >= O || token >= count) continue;
+        const int row = row_of(tile, (place.warp_t * WARP_T + n) * 8 + place.lane % 4 * 2 + e % 2, order, count);
+        if (o >= O || row < 0) continue;
         float y = total[m][n][e];
-        const u64 at = (u64)token * O + o;
-        y = finished<BIAS, ACTIVATION, RESIDUAL>(y, bias + BIAS_FIRST + o, residual + at);
-        if constexpr (SILU) y = silu(y) * finished<BIAS, NO_ACTIVATION, 0>(total[m + OUT_WARP_O][n][e], bias + O + o, nullptr);
+        const u64 at = (u64)row * O + o;
+        const float *own_bias = bias + BIAS_FIRST + tile.expert * O + o;
+        y = finished<BIAS, ACTIVATION, RESIDUAL>(y, own_bias, residual + at);
+        if constexpr (SILU) y = gated(y, finished<BIAS, NO_ACTIVATION, 0>(total[m + OUT_WARP_O][n][e], own_bias + EXPERTS * O, nullptr));
         out[at] = y;
       }
     }

@@ -8,7 +8,7 @@
 //                          [T/8][I/32][4][8 tokens][16 bytes]: numbers 8i..8i+7 of the block are the token's in core matrix i (hopper.cuh)
 //   x          [T, I] float32; [any, I] if GATHER
 //   norm       [I] float32, if NORM: RMS norm with EPS
-//   row_index  [T] int32, if GATHER: token t is row row_index[t] of x
+//   row_index  [T] int32, if GATHER: token t is row row_index[t] / SHARE of x, or zeros if that is negative; SHARE is 1 if not defined
 //   rows       [1] int32     number of tokens, 0 to T
 //
 // Whole groups are written: tokens from rows[0] on are zeros. Groups that start at or after rows[0] are not touched. WEIGHT is the format
@@ -24,6 +24,9 @@
 
 #ifndef CORES
 #define CORES 0
+#endif
+#ifndef SHARE
+#define SHARE 1
 #endif
 
 constexpr int THREADS = 256, BLOCKS = I / STEP, CELLS = BLOCKS * 4;
@@ -49,10 +52,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_input(u8 *prepare
                                                                      const int *rows) {
   const int token = blockIdx.x, thread = threadIdx.x, count = rows[0];
   if (token / 8 * 8 >= count) return;
+#if GATHER
+  const int from = token < count ? row_index[token] : -1;
+  const bool valid = from >= 0;
+  Row row = {x + (valid ? (u64)(from / SHARE) * I : 0), nullptr, 1.0f};
+#else
   const bool valid = token < count;
   Row row = {x + (u64)token * I, nullptr, 1.0f};
-#if GATHER
-  if (valid) row.x = x + (u64)row_index[token] * I;
 #endif
 #if NORM
   row.norm = norm;

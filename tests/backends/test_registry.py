@@ -156,8 +156,10 @@ def test_the_variants_of_this_machine_name_what_it_lacks(processor):
 
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_every_op_of_a_backend_has_a_source(kind):
+    """Of experts, GPUs have products by the sources of `matmul` and others."""
     backend = BACKENDS[kind]
-    assert backend.stems <= {path.stem for path in (kernels_folder() / backend.name).glob(f"*{ENDINGS[backend.name]}")}
+    of_others = set() if kind == "CPU" else {"experts_gate_up_silu", "experts_down"}
+    assert backend.stems - of_others <= {path.stem for path in (kernels_folder() / backend.name).glob(f"*{ENDINGS[backend.name]}")}
     assert backend.stems <= set(STEMS) and set(STEMS) - backend.stems <= {
         "pack_tiles",
         "norm_route",

@@ -18,13 +18,35 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 REASONS = {  # parts of the reasons
     "gemma3": {"a norm of the outputs", "a gate with GELU", "a scale of the embedding"},
     "ministral3": set(),
+    "qwen3moe": set(),
+    "gpt-oss": {"sinks"},
+    "glm4moe": set(),
 }
+EXPERTS = ("norm_route", "experts_gate_up_silu", "experts_down")
 
 
 OPTIONS = {  # with which the layers of Gemma form groups
     "gemma3": {"max_model_len": 256, "max_num_batched_tokens": 16},
     "ministral3": {"max_model_len": 64},
+    "qwen3moe": {"max_model_len": 64},
+    "gpt-oss": {"max_model_len": 64},
+    "glm4moe": {"max_model_len": 64},
 }
+OF_EXPERTS = ["qwen3moe", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt-oss", "glm4moe"))]
+
+
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_experts_run_by_kernels(name: str) -> None:
+    """Prompt and decodes; gpt-oss has biases and a clamped gate, GLM-4.5 sigmoids with a bias, groups and a shared expert."""
+    with np.load(GOLDEN / name / "golden.npz") as data:
+        prompt, expected = data["prompt_0"].tolist(), data["tokens_0"][:TOKENS].tolist()
+    with cuda_device(seed=5):
+        registry.forget_choices()
+        with LLM(GOLDEN / name, device="CUDA", dtype="float16", skip_tokenizer_init=True, max_num_seqs=2, **OPTIONS[name]) as llm:
+            assert llm.generate([{"prompt_token_ids": prompt}], GREEDY)[0].outputs[0].token_ids == expected
+        ran = {choice.stem: choice.variant for choice in registry.choices("CUDA") if "load" not in choice.shape}
+        reasons = {choice.why for choice in registry.choices("CUDA") if choice.variant == "ref"}
+    assert [ran[stem] for stem in EXPERTS] == ["sm_80"] * 3 and all(any(part in reason for reason in reasons) for part in REASONS[name])
 
 
 @pytest.mark.parametrize("device", ["CUDA", "METAL"])

@@ -80,6 +80,7 @@ LONG += [Case("norm_gate_up_silu", "BF16"), Case("norm_head", "Q8_0"), Case("att
 MIXED = [Case("norm_qkv_rope_store", "INT4_G64+Q6_K", cache="KV_INT8"), Case("norm_gate_up_silu", "Q8_0+NF4")]
 LONG += [Case("norm_qkv_rope_store", "Q8_0+Q4_K+FP8_G128", cache="KV_INT4"), Case("norm_qkv_rope_store", "F16+MXFP4", cache="KV_FP8")]
 RIGHT = [Case("norm_qkv_rope_store", "Q4_0", cache="F16"), Case("attention_decode", cache="KV_INT4", head_dim=64), *MIXED]
+RIGHT += [Case("norm_route", "F32"), Case("experts_gate_up_silu", "Q4_K"), Case("experts_down", "BF16")]
 RIGHT += [*(pytest.param(case, marks=pytest.mark.long) for case in LONG)]
 
 

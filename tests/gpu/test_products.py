@@ -13,11 +13,14 @@ from tinyvllm.backends import registry
 from tinyvllm.backends.cuda import plan
 from tinyvllm.batch import LayerCache
 from tinyvllm.bridge import alias
+from tinyvllm.ops.experts import Routing, RoutingPolicy, experts_down, experts_gate_up_silu, norm_route
 from tinyvllm.ops.head import embed, norm_head
 from tinyvllm.ops.linear import gate_up_silu, linear
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
 from tinyvllm.placement import Placement
+from tinyvllm.quant.layouts import RowWeight, StoredWeight
+from tinyvllm.weights.memory import place_bytes
 
 # Results are about 1. Sums of float32 over 2048 columns, which tensor cores round in their own way; where x is rounded to blocks, the
 # reference's division may tip a number to its neighbour: 3/127 times a weight of 0.02 to 0.1.
@@ -134,3 +137,69 @@ def test_embed_is_exact(monkeypatch, sizes, format):
     tokens = int32(*np.random.default_rng(0).integers(0, table.O, 40).tolist())
     got, want = both(monkeypatch, "embed", lambda: embed(table, tokens, int32(40)).numpy())
     same_bits(got, want, format)
+
+
+# --- experts
+
+X, C = 16, 4
+
+
+def router_of(E: int) -> StoredWeight:
+    """Float32, in rows."""
+    return StoredWeight((RowWeight(place_bytes(numbers(X, E, seed=5).view(np.uint8).reshape(-1), "CUDA"), "F32", X, E),))
+
+
+def routed_rows(T: int, E: int) -> tuple[Norm, Tensor, Routing]:
+    """A norm, x [T, E], and its experts by the kernel."""
+    norm, x = Norm("RMS", realized(numbers(E)), 1e-5), realized(numbers(T, E))
+    routing = norm_route(x, norm, router_of(E), int32(T), RoutingPolicy(X, C, True))
+    Tensor.realize(routing.shares, routing.chosen, *(routing.groups or ()))
+    return norm, x, routing
+
+
+@pytest.mark.parametrize("T", COUNTS)
+def test_the_choice_of_experts(monkeypatch, sizes, T):
+    """Logits are float32 products, so that experts are those of the reference but for ties of rounding, which these numbers have not."""
+    T = min(T, sizes.max_rows)
+
+    def op() -> np.ndarray:
+        _, _, routing = routed_rows(T, sizes.E)
+        return np.concatenate([routing.shares.numpy(), routing.chosen.numpy().astype(np.float32)], axis=1)
+
+    got, want = both(monkeypatch, "norm_route", op)
+    np.testing.assert_allclose(got, want, atol=1e-4)
+    monkeypatch.setenv("TINYVLLM_KERNELS", f"norm_route={best_variant()}")
+    same_bits(op(), got, "once more")
+
+
+@pytest.mark.parametrize("T", COUNTS[:-1])
+@pytest.mark.parametrize("format", FORMATS)
+def test_products_by_expert(monkeypatch, sizes, format, T):
+    """Up to 40 rows: the reference gathers the matrices of every pair."""
+    T, E, F = min(T, sizes.max_rows), sizes.E, sizes.F // 8
+    norm, x, routing = routed_rows(T, E)
+    first, second, residual = tiled(format, 2 * X * F, E), tiled(format, X * E, F), realized(numbers(T, E, seed=6))
+    h = realized(numbers(T * C, F, seed=7))
+    got, want = both(monkeypatch, "experts_gate_up_silu", lambda: experts_gate_up_silu(x, norm, first, routing, int32(T), X).numpy())
+    np.testing.assert_allclose(got, want, atol=5 * TIPPED[format])
+    got, want = both(monkeypatch, "experts_down", lambda: experts_down(h, second, routing, int32(T), X, residual).numpy())
+    np.testing.assert_allclose(got, want, atol=4 * TOLERANCE[format])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_row_has_the_same_bits_with_any_others(sizes, format):
+    """The whole mixture; other rows choose other experts, and more rows have larger tasks."""
+    E, F, max_rows = sizes.E, sizes.F // 8, sizes.max_rows
+    norm, x, router = Norm("RMS", realized(numbers(E)), 1e-5), numbers(max_rows, E), router_of(E)
+    first, second = tiled(format, 2 * X * F, E), tiled(format, X * E, F)
+
+    def bits(start: int, T: int) -> np.ndarray:
+        rows = realized(x[start : start + T])
+        routing = norm_route(rows, norm, router, int32(T), RoutingPolicy(X, C, True))
+        h = experts_gate_up_silu(rows, norm, first, routing, int32(T), X).contiguous()
+        return experts_down(h, second, routing, int32(T), X, rows).numpy()
+
+    whole = bits(0, max_rows)
+    for T in (*counts(max_rows)[:-1], 2, 9, 17):
+        start = 7 * T % (max_rows - T)
+        same_bits(bits(start, T), whole[start : start + T], f"{T} rows")

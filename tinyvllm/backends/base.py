@@ -168,6 +168,10 @@ class Backend(Protocol):
         """[T, E]: the sum over a row's experts of share * (all ranks' parts [T * C, E] + bias [X E]), plus residual."""
         ...
 
+    def list_heads(self, variant: str, T: int, H: int, rows: Tensor) -> Routing:
+        """The routing of `experts_down` for T H rows of which row t H + h has head h alone, with a share of 1; the first `rows` T count."""
+        ...
+
     def norm_head(
         self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor,
         divisor: float = 1.0, cap: float = 0.0,

@@ -26,6 +26,7 @@ class ShapeFacts:
     whole_qk_norm    the q/k norms are over all heads at once
     cap              scores, or logits, are capped
     sinks            heads have sinks: one more score each, without a value
+    experts          of a mixture
     ungrouped        the reference has chosen the experts of rows, so that nothing lists the rows of an expert
     scaled           rows of the embedding are scaled, or logits are
     head_dim, query_heads, kv_heads
@@ -51,6 +52,7 @@ class ShapeFacts:
     cap: bool = False
     sinks: bool = False
     scaled: bool = False
+    experts: int = 0
     ungrouped: bool = False
     head_dim: int = 0
     query_heads: int = 1
@@ -75,6 +77,7 @@ Limits = Mapping[str, Sequence[Rule]]
 _NOUNS = {
     "inputs": "inputs of the weight",
     "outputs": "outputs",
+    "experts": "experts of a layer",
     "head_dim": "head dimension",
     "latent": "features of a latent",
     "queries_per_kv_head": "query heads per KV head",

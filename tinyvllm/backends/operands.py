@@ -202,8 +202,8 @@ class RoutingPolicy:
 class Routing:
     """The experts of each row: shares float32 [T, C] and their numbers `chosen` int32 [T, C], the largest share first.
 
-    groups  pairs of row and expert by expert, as kernels read them (kernels/cpu/include/experts.h): order int32 [T * C] and tasks int32;
-            None if the reference has chosen
+    groups  pairs of row and expert by expert, as the backend's kernels read them (kernels/cpu/include/experts.h, cuda/list_experts.cu):
+            order int32 and tasks int32; None if the reference has chosen
     gates   of the shared expert float32 [T, 1], None if it has none
     """
 

@@ -149,6 +149,9 @@ class Outline:
     ) -> Tensor:
         return empty(part, int(routing.chosen.shape[0]), int(part.shape[1]))
 
+    def list_heads(self, variant: str, T: int, H: int, rows: Tensor) -> Routing:
+        return Routing(empty(rows, T * H, 1), integers(rows, T * H, 1), (integers(rows, T * H), integers(rows, 1)))
+
     def norm_head(
         self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor,
         divisor: float = 1.0, cap: float = 0.0,

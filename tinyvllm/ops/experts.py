@@ -31,7 +31,7 @@ def norm_route(x: Tensor, norm: Norm | None, router: Weight, rows: Tensor, polic
     """
     if not isinstance(router, TensorWeight):
         placement, shape = Placement.of(x.device), f"{policy.chosen} of {router.O}x{router.I} {router.format}"
-        kernel = select("norm_route", placement, shape, product_facts(placement, router, norm))
+        kernel = select("norm_route", placement, shape, replace(product_facts(placement, router, norm), experts=policy.experts))
         if kernel is not None:
             return kernel.backend.norm_route(kernel.variant, x, norm, router, rows, policy, bias)
     logits = product(x if norm is None else norm(x).contiguous(), router).contiguous()
@@ -101,7 +101,9 @@ def experts_gate_up_silu(
     if not isinstance(weight, TensorWeight):
         placement, facts = Placement.of(x.device), product_facts(Placement.of(x.device), weight, norm, outputs=F)
         shape = f"{experts} times {weight.I}->{F} {weight.format}{' gelu' * gelu}{' clamped' * (clamp is not None)}"
-        kernel = select("experts_gate_up_silu", placement, shape, replace(facts, gelu=gelu, ungrouped=routing.groups is None))
+        kernel = select(
+            "experts_gate_up_silu", placement, shape, replace(facts, gelu=gelu, experts=experts, ungrouped=routing.groups is None)
+        )
         if kernel is not None:
             return kernel.backend.experts_gate_up_silu(kernel.variant, x, norm, weight, routing, rows, experts, gelu, bias, clamp)
     x = (x if norm is None else norm(x).contiguous()).unsqueeze(1)
@@ -146,7 +148,7 @@ def _weighted(
         return _reduced(h, weight, weight.share, routing, rows, experts, residual, bias)
     if not isinstance(weight, TensorWeight):
         placement, E = Placement.of(h.device), weight.O // experts
-        facts = replace(product_facts(placement, weight, outputs=E), ungrouped=routing.groups is None)
+        facts = replace(product_facts(placement, weight, outputs=E), experts=experts, ungrouped=routing.groups is None)
         kernel = select("experts_down", placement, f"{experts} times {E}x{weight.I} {weight.format}", facts)
         if kernel is not None:
             return kernel.backend.experts_down(kernel.variant, h, weight, routing, rows, experts, residual, bias)

@@ -9,13 +9,11 @@ from dataclasses import replace
 
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.backends.operands import Routing, TensorWeight, Weight
+from tinyvllm.backends.operands import TensorWeight, Weight
 from tinyvllm.backends.registry import select
 from tinyvllm.ops.facts import product_facts
 from tinyvllm.ops.linear import matrices_with_rounding, rounded
 from tinyvllm.placement import Placement
-
-_PIECE = 96  # rows of a task (kernels/cpu/include/experts.h)
 
 
 def head_products(x: Tensor, weight: Weight, rows: Tensor) -> Tensor:
@@ -27,27 +25,13 @@ def head_products(x: Tensor, weight: Weight, rows: Tensor) -> Tensor:
     O = weight.O // H
     if not isinstance(weight, TensorWeight):
         placement = Placement.of(x.device)
-        facts = replace(product_facts(placement, weight, outputs=O), ungrouped=False)
+        facts = replace(product_facts(placement, weight, outputs=O), experts=H)
         kernel = select("experts_down", placement, f"{H} heads times {O}x{I} {weight.format}", facts)
         if kernel is not None:
             pairs, count = x.reshape(T * H, I).contiguous(), (rows * H).cast(dtypes.int32).contiguous()
-            y = kernel.backend.experts_down(kernel.variant, pairs, weight, _by_head(T, H, rows), count, H, None)
+            routing = kernel.backend.list_heads(kernel.variant, T, H, rows)
+            y = kernel.backend.experts_down(kernel.variant, pairs, weight, routing, count, H, None)
             return y.reshape(T, H, O)
     ((activations, matrix),) = matrices_with_rounding(weight)
     x = rounded(x.reshape(T * H, I), activations).reshape(T, H, 1, I)
     return (x @ matrix.reshape(1, H, O, I).transpose(2, 3)).reshape(T, H, O).contiguous()
-
-
-def _by_head(T: int, H: int, rows: Tensor) -> Routing:
-    """Pair t H + h with head h, in the order that the kernels of experts take (experts.h), for the first `rows` of T rows."""
-    count, device = rows.maximum(1), rows.device
-    place = Tensor.arange(T * H, dtype=dtypes.int32, device=device)
-    order = place % count * H + place // count
-    pieces = (count + _PIECE - 1) // _PIECE
-    most = H * (-(-T // _PIECE))
-    task = Tensor.arange(most, dtype=dtypes.int32, device=device)
-    first = task % pieces * _PIECE
-    listed = Tensor.stack(task // pieces, task // pieces * count + first, task // pieces * count + (first + _PIECE).minimum(count), dim=1)
-    tasks = (pieces * H).cat(listed.reshape(-1)).cast(dtypes.int32).contiguous()
-    ones = Tensor.ones(T * H, 1, device=device).contiguous()
-    return Routing(ones, (place % H).reshape(T * H, 1).contiguous(), (order.cast(dtypes.int32).contiguous(), tasks))

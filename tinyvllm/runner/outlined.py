@@ -98,7 +98,7 @@ class WeightOutline(WeightLoader):
 
     def _place_packed(self, recipes: list[WeightRecipe]) -> KernelWeight:
         parts = [(recipe, self._format(recipe)) for recipe in recipes]
-        if self._plan.layout is Layout.ROWS:
+        if self._plan.layout_of(recipes[0]) is Layout.ROWS:
             return StoredWeight(tuple(self._row_weight(recipe, format) for recipe, format in parts))
         tiles, weights = self._plan.layout is Layout.TILES, list[TileWeight | PackedWeight]()
         for format, run in itertools.groupby(parts, key=lambda part: part[1]):

@@ -36,6 +36,10 @@ class WeightPlan:
         backend = backend_for(self.placement)
         return Layout.PANELS if backend is None else backend.layout
 
+    def layout_of(self, recipe: WeightRecipe) -> Layout:
+        """The layout of a matrix: that of the device, but rows for a router on GPUs with tiles, which have none of float32."""
+        return Layout.ROWS if recipe.stem == "norm_route" and self.layout is Layout.TILES else self.layout
+
     @property
     def floats(self) -> str:
         """The format of `dtype`."""

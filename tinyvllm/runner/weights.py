@@ -288,14 +288,14 @@ class WeightLoader:
     def _place_packed(self, recipes: list[WeightRecipe]) -> KernelWeight:
         """The matrices of one product as the device's kernels read them."""
         places = {Layout.ROWS: self._stored, Layout.TILES: self._tiled, Layout.PANELS: self._packed}
-        return places[self._plan.layout](recipes)
+        return places[self._plan.layout_of(recipes[0])](recipes)
 
     def _stored(self, recipes: list[WeightRecipe]) -> StoredWeight:
         """The rows of each part as the file stores them."""
         held = []
         for recipe in recipes:
             part = self._load_rows(recipe)
-            held.append(RowWeight(mapped(part.data.reshape(-1), self._plan.placement.device), part.format, *recipe.shape))
+            held.append(RowWeight(self._place_rows(part.data), part.format, *recipe.shape))
             self._note(recipe, part.format)
             self._count(recipe, part.data.nbytes)
         return StoredWeight(tuple(held))
@@ -357,8 +357,11 @@ class WeightLoader:
         rows = self._load_rows(recipe, whole=True)
         self._count(recipe, rows.data.nbytes, streamed=False)
         self._note(recipe, rows.format)
+        return RowWeight(self._place_rows(rows.data), rows.format, *recipe.shape)
+
+    def _place_rows(self, data: np.ndarray) -> Tensor:
         placed = mapped if self._plan.layout is Layout.ROWS else place_bytes  # a Mac's GPU reads the file's own pages
-        return RowWeight(placed(rows.data.reshape(-1), self._plan.placement.device), rows.format, *recipe.shape)
+        return placed(data.reshape(-1), self._plan.placement.device)
 
     def _load_rows(self, recipe: WeightRecipe, whole: bool = False) -> Rows:
         """The rows as stored where kernels read that format, else as the plan wants all matrices to be.

@@ -60,12 +60,13 @@ struct Source {
 
 template <int BYTES> DEVICE void find_weight(const u8 *&from, int &left, const u8 *weight, const Tile &tile, int thread) {
   constexpr int SPAN = Vectors<BYTES>::SPAN;
-  from = weight + (u64)(tile.row_block * OUT_TILES_OF_BLOCK + weight_tile(thread / SPAN)) * (BLOCKS * BYTES) + thread % SPAN * 16;
+  const int first = tile.expert * OUT_TILES + tile.row_block * OUT_TILES_OF_BLOCK;
+  from = weight + (u64)(first + weight_tile(thread / SPAN)) * (BLOCKS * BYTES) + thread % SPAN * 16;
   left = OUT_TILES - tile.row_block * OUT_TILES_OF_BLOCK - out_tile(thread / SPAN);
 }
 template <int BYTES> DEVICE void find_x(const u8 *&from, int &left, const u8 *x, const Tile &tile, int thread) {
   constexpr int SPAN = Vectors<BYTES>::SPAN;
-  from = x + (u64)(tile.token_block * GROUPS + thread / SPAN) * (BLOCKS * BYTES) + thread % SPAN * 16;
+  from = x + (u64)(tile.first_group + thread / SPAN) * (BLOCKS * BYTES) + thread % SPAN * 16;
   left = tile.groups - thread / SPAN;
 }
 DEVICE Source source_of(const u8 *prepared, const u8 *weight, int T, const Tile &tile, int thread) {

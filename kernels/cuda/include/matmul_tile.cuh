@@ -1,12 +1,22 @@
 // The geometry of matmul.cu: which tile of out a thread block computes, which part of it a warp, and where a stage's operands are.
+//
+// With EXPERTS the weight is that many matrices [O, I], one after the other, with SILU first gate of all and then up of all; x is grouped by
+// them, and a tile of tokens is one of list_experts.cu's tasks of up to TASK groups, or an equal part of it.
 #pragma once
 #include "product.cuh"
+
+#ifdef EXPERTS
+#define BY_EXPERT 1
+#else
+#define BY_EXPERT 0
+#define EXPERTS 1
+#endif
 
 constexpr int TEAM = WARPS_O * WARPS_T, TEAM_THREADS = 32 * TEAM, THREADS = TEAM_THREADS * WARPS_K;
 constexpr int ROW_TILES = TILE_O / 16, GROUPS = TILE_T / 8;             // of a thread block; a group is eight tokens
 constexpr int WARP_O = ROW_TILES / WARPS_O, WARP_T = GROUPS / WARPS_T;  // of a warp
-constexpr int WEIGHT_ROWS = SILU ? 2 * O : O, ALL_ROW_TILES = tiles_of(WEIGHT_ROWS);
-constexpr int ROW_BLOCKS = (ALL_ROW_TILES + ROW_TILES - 1) / ROW_TILES;
+constexpr int WEIGHT_ROWS = SILU ? 2 * O : O, EXPERT_TILES = tiles_of(WEIGHT_ROWS), ALL_ROW_TILES = EXPERTS * EXPERT_TILES;
+constexpr int ROW_BLOCKS = (EXPERT_TILES + ROW_TILES - 1) / ROW_TILES;
 constexpr int BLOCKS = I / STEP, PIECES = pieces_of(I), STAGES_OF_PIECE = PIECE_STEPS / K_BLOCKS;  // blocks are of 32 columns
 constexpr int PER_SPLIT = (PIECES + SPLIT - 1) / SPLIT;
 
@@ -29,10 +39,11 @@ static_assert(K_BLOCKS % STEPS_OF_BLOCK == 0 && BLOCKS % STEPS_OF_BLOCK == 0,
 static_assert(!SILU || ((WARP_O & (WARP_O - 1)) == 0 && WARP_O > 1 && O % 16 == 0 && !RESIDUAL),
               "matmul: SILU needs TILE_O / WARPS_O of 32, 64, 128, ... rows and O % 16 == 0");
 static_assert((SPLIT - 1) * PER_SPLIT < PIECES, "matmul: SPLIT leaves a thread block without pieces");
+static_assert(!BY_EXPERT || (O % 16 == 0 && SPLIT == 1), "matmul: experts need O % 16 == 0 and SPLIT == 1");
 
-// Of a thread block: pieces first to last - 1; `groups` of tokens that exist from its first on.
+// Of a thread block: pieces first to last - 1; `groups` of tokens that exist from `first_group` on, of which it has GROUPS at most; the matrix.
 struct Tile {
-  int row_block, token_block, first, last, groups;
+  int row_block, token_block, first, last, groups, first_group, expert;
 };
 DEVICE Tile tile_of_block(int count) {
   const int band = blockIdx.x / (BAND * ROW_BLOCKS), within = blockIdx.x % (BAND * ROW_BLOCKS);
@@ -42,9 +53,24 @@ DEVICE Tile tile_of_block(int count) {
   tile.token_block = band * BAND + within % width;
   tile.first = blockIdx.y * PER_SPLIT;
   tile.last = tile.first + PER_SPLIT < PIECES ? tile.first + PER_SPLIT : PIECES;
-  tile.groups = (count + 7) / 8 - tile.token_block * GROUPS;
+  tile.first_group = tile.token_block * GROUPS;
+  tile.groups = (count + 7) / 8 - tile.first_group;
+  tile.expert = 0;
   return tile;
 }
+#if BY_EXPERT
+// The same of a task's part; without groups where there is no such task, or no such part.
+DEVICE Tile tile_of_task(const int *tasks) {
+  static_assert(TASK % GROUPS == 0, "matmul: a task must be whole tiles");
+  constexpr int PARTS = TASK / GROUPS;
+  Tile tile = tile_of_block(0);
+  const int number = tile.token_block / PARTS, first = tile.token_block % PARTS * GROUPS;
+  if (number >= tasks[1]) return tile;
+  const int *task = tasks + 2 + 3 * number;
+  tile.expert = task[0], tile.first_group = task[1] + first, tile.groups = task[2] - first;
+  return tile;
+}
+#endif
 
 // Of a thread: its team, its warp in the team and in the team's grid of warps, its number in the team.
 struct Place {
@@ -60,7 +86,7 @@ constexpr int HALF = SILU ? WARP_O / 2 : 1;  // with SILU, half of a warp's row 
 // Row tile `local` of a thread block among the tiles of out, counted from the block's first, and among those of weight.
 DEVICE constexpr int out_tile(int local) { return SILU ? local / WARP_O * HALF + local % HALF : local; }
 DEVICE constexpr int weight_tile(int local) { return out_tile(local) + (SILU && local % WARP_O >= HALF ? ALL_ROW_TILES / 2 : 0); }
-constexpr int OUT_TILES = SILU ? ALL_ROW_TILES / 2 : ALL_ROW_TILES, OUT_TILES_OF_BLOCK = SILU ? ROW_TILES / 2 : ROW_TILES;
+constexpr int OUT_TILES = SILU ? EXPERT_TILES / 2 : EXPERT_TILES, OUT_TILES_OF_BLOCK = SILU ? ROW_TILES / 2 : ROW_TILES;
 
 // Step `i` of a team: its block of columns, and the number of blocks it has there, 0 to K_BLOCKS.
 DEVICE int block_at(const Tile &tile, int i, int team) {

@@ -35,6 +35,19 @@ DEVICE float gelu(float x) {
 }
 DEVICE float silu(float x) { return x / (1.0f + expf(-x)); }
 
+// Of gate and up: silu(gate) * up; gelu(gate) * up if GATE_GELU; with GATE_LIMIT and GATE_ALPHA gpt-oss's gate, min(gate, limit) *
+// sigmoid(alpha min(gate, limit)) * (up within +-limit, + 1). A NaN stays one.
+DEVICE float gated(float gate, float up) {
+#ifdef GATE_LIMIT
+  const float low = gate > GATE_LIMIT ? GATE_LIMIT : gate, near = up > GATE_LIMIT ? GATE_LIMIT : up < -GATE_LIMIT ? -GATE_LIMIT : up;
+  return low / (1.0f + expf(-GATE_ALPHA * low)) * (near + 1.0f);
+#elif defined(GATE_GELU)
+  return gelu(gate) * up;
+#else
+  return silu(gate) * up;
+#endif
+}
+
 #define GATE 2  // a value of RESIDUAL
 
 // From the sum of a product to its output; `bias` is read only if BIASED. `residual`, not read if RESIDUAL_KIND is 0, is added, or if it is

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tests.formats import sampled_formats
+from tinyvllm.backends.cuda import expert_plan
 from tinyvllm.backends.cuda import plan as records
+from tinyvllm.backends.cuda.expert_plan import Lists
 from tinyvllm.backends.cuda.plan import GPU
 from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.operands import GateClamp, RoutingPolicy
 from tinyvllm.backends.shapes import Attention, Heads, Product
 from tinyvllm.quant.formats import Layout
 
@@ -43,7 +46,7 @@ WIDE = Sizes(2560, 10240, 8, 4, 256, 262144, True)  # Gemma 3 4B: the widest hea
 
 def samples(gpu: GPU, arch: str) -> dict[str, Kernel]:
     """Kernels for a GPU of an architecture by name; the first word of a name is the stem."""
-    return _few(gpu) | _many(gpu) | (_hopper(gpu) if f"{arch}a" == records.HOPPER else {}) | _attention(gpu) | _tokens(gpu)
+    return _few(gpu) | _many(gpu) | _experts(gpu) | (_hopper(gpu) if f"{arch}a" == records.HOPPER else {}) | _attention(gpu) | _tokens(gpu)
 
 
 def _few(gpu: GPU) -> dict[str, Kernel]:
@@ -78,6 +81,34 @@ def _many(gpu: GPU) -> dict[str, Kernel]:
     found["matmul with a gate"] = records.matmul(VARIANT, Product("Q5_K", 64, 2048, 2048, True, True, gate=True, bias_first=2048), gpu)[0]
     found["rope_store mixed"] = records.rope_store(VARIANT, 128, replace(SMALL.heads("BF16"), others=(8, 8)))
     found["argmax of 1"], found["argmax of 64"] = records.argmax(VARIANT, 1, SMALL.V, gpu), records.argmax(VARIANT, 64, QWEN.V, gpu)
+    return found
+
+
+def _experts(gpu: GPU) -> dict[str, Kernel]:
+    """Of Qwen3 30B A3B, gpt-oss 20B and DeepSeek-V3."""
+    usual, clamped = RoutingPolicy(128, 8, True), RoutingPolicy(32, 4, True, bias="logits")
+    grouped = RoutingPolicy(256, 8, True, True, "choice", 8, 4, 2.5, gated=True)
+    found = {
+        f"norm_route {p.experts} of {T}": expert_plan.norm_route(VARIANT, T, 2048, p, EPS)[0]
+        for p in (usual, clamped, grouped)
+        for T in (1, 64)
+    }
+    found["norm_route alone"] = expert_plan.norm_route(VARIANT, 64, 7168, usual, None)[0]
+    found |= {f"list_experts {X}": expert_plan.list_experts(VARIANT, Lists(64, 8, X)) for X in (32, 512, 1024)}
+    found["experts_sum"], found["experts_sum alone"] = (
+        expert_plan.experts_sum(VARIANT, Lists(64, 8, 128), 2048, on) for on in (True, False)
+    )
+    for format in TILED:
+        for T in (1, 64, 4096):
+            lists = Lists(T, 8, 128)
+            both, down = Product(format, lists.places, 768, 2048, silu=True), Product(format, lists.places, 2048, 768, bias=True)
+            found[f"matmul {format} by experts of {T}"] = expert_plan.experts_matmul(VARIANT, both, lists, gpu)
+            found[f"matmul {format} down by experts of {T}"] = expert_plan.experts_matmul(VARIANT, down, lists, gpu)
+    lists = Lists(64, 4, 32)
+    gated = Product("MXFP4", lists.places, 2880, 2880, bias=True, silu=True)
+    found["matmul MXFP4 clamped"] = expert_plan.experts_matmul(VARIANT, gated, lists, gpu, clamp=GateClamp(1.702, 7.0))
+    found["matmul BF16 gelu"] = expert_plan.experts_matmul(VARIANT, replace(gated, format="BF16"), lists, gpu, gelu=True)
+    found["quantize_input by experts"] = expert_plan.gathered(VARIANT, "Q4_K", Lists(64, 8, 128), 2048, EPS, 8)
     return found
 
 

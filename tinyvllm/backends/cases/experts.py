@@ -24,20 +24,22 @@ from tinyvllm.backends.cases.inputs import (
 )
 from tinyvllm.backends.cases.site import Site, realized
 from tinyvllm.backends.operands import Routing, RoutingPolicy
+from tinyvllm.quant.formats import Layout
 
 _TASK = 7  # places of a task here: experts have several
 
 
 def norm_route(site: Site, case: Case) -> list[Arrays]:
     """Also whether pairs are listed by their experts, each once."""
-    router, results = site.weight([(format, _sixty_fourth(rows)) for format, rows in parts_of(case.format, (ROUTED,), 23)]), []
+    router, results = site.router([(format, _sixty_fourth(rows)) for format, rows in parts_of(case.format, (ROUTED,), 23)]), []
     policy = RoutingPolicy(ROUTED, ROUTES, renormalize=True)
     for T, count in (FEW, MANY):
         x = site.place(repeated(activations(router.I), T))
         routing = site.backend.norm_route(site.variant, x, site.norm(router.I), router, site.int32(count), policy)
         assert routing.groups is not None
         shares, chosen, order, tasks = realized(routing.shares, routing.chosen, *routing.groups)
-        listed = np.array([is_listed(chosen[:count].reshape(-1), order, tasks)], np.int32)
+        is_right = is_listed if site.backend.layout is Layout.PANELS else is_listed_in_groups
+        listed = np.array([is_right(chosen[:count].reshape(-1), order, tasks)], np.int32)
         results.append({"shares": shares[:count], "chosen": chosen[:count], "listed": listed})
     return results
 
@@ -53,9 +55,19 @@ def is_listed(chosen: np.ndarray, order: np.ndarray, tasks: np.ndarray) -> bool:
     return listed == sorted((e, p) for p, e in enumerate(chosen))
 
 
+def is_listed_in_groups(chosen: np.ndarray, order: np.ndarray, tasks: np.ndarray) -> bool:
+    """The same of lists in whole groups of eight places, in any order (kernels/cuda/list_experts.cu)."""
+    found = tasks[2 : 2 + 3 * max(0, tasks[1])].reshape(-1, 3)
+    places = [(expert, place) for expert, first, groups in found for place in range(8 * first, 8 * (first + groups))]
+    once = [place for _, place in places] == list(range(tasks[0]))
+    return once and sorted((e, order[place]) for e, place in places if order[place] >= 0) == sorted((e, p) for p, e in enumerate(chosen))
+
+
 def routing(site: Site, T: int, count: int) -> Routing:
-    """CHOSEN and SHARES of T rows, of which `count` count, in tasks of a few pairs."""
+    """CHOSEN and SHARES of T rows, of which `count` count, on the CPU in tasks of a few pairs; GPUs list them before each product."""
     chosen = repeated(CHOSEN, T)
+    if site.backend.layout is not Layout.PANELS:
+        return Routing(site.place(repeated(SHARES, T)), site.place(chosen))
     experts = chosen[:count].reshape(-1)
     order, tasks = np.argsort(experts, kind="stable"), []
     for expert in range(EXPERTS):

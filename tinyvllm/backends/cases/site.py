@@ -41,10 +41,17 @@ class Site:
     def weight(self, parts: Sequence[tuple[str, np.ndarray]]) -> KernelWeight:
         """A matrix in the layout that the kernels read; of each of its projections the format, and the rows, uint8 [O, bytes]."""
         if self.backend.layout is Layout.ROWS:
-            return StoredWeight(tuple(RowWeight(self.place(rows.reshape(-1)), format, *_shape(format, rows)) for format, rows in parts))
+            return self._rows(parts)
         runs = itertools.groupby(parts, key=lambda part: part[0])
         weights = tuple(self._packed(format, np.concatenate([rows for _, rows in run])) for format, run in runs)
         return weights[0] if len(weights) == 1 else MixedWeight(weights)
+
+    def router(self, parts: Sequence[tuple[str, np.ndarray]]) -> KernelWeight:
+        """The same of a router, which has no tiles."""
+        return self._rows(parts) if self.backend.layout is Layout.TILES else self.weight(parts)
+
+    def _rows(self, parts: Sequence[tuple[str, np.ndarray]]) -> StoredWeight:
+        return StoredWeight(tuple(RowWeight(self.place(rows.reshape(-1)), format, *_shape(format, rows)) for format, rows in parts))
 
     def _packed(self, format: str, rows: np.ndarray) -> PackedWeight:
         if self.backend.layout is Layout.TILES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 
 from tinyvllm.backends import policies
 from tinyvllm.backends.buffers import constant, empty, integers, present, scratch
@@ -10,7 +10,7 @@ from tinyvllm.backends.cpu.launch import launch
 from tinyvllm.backends.cpu.prepared import MAX_THREADS, prepared_bytes
 from tinyvllm.backends.kernel import Constant, Kernel
 from tinyvllm.backends.operands import GateClamp, KernelWeight, NormWeights, Routing, RoutingPolicy, packed, packed_parts
-from tinyvllm.integers import round_up
+from tinyvllm.integers import ceil_div, round_up
 from tinyvllm.placement import RankGroup
 from tinyvllm.quant.layouts import panel_bytes
 from tinyvllm.quant.slices import ColumnShare
@@ -86,6 +86,21 @@ class ExpertKernels:
             BIAS=int(bias is not None),
         )  # fmt: skip
         return launch(kernel, [empty(part, T, E), group.memory], ins)[0]
+
+    def list_heads(self, variant: str, T: int, H: int, rows: Tensor) -> Routing:
+        count, device = rows.maximum(1), rows.device
+        place = Tensor.arange(T * H, dtype=dtypes.int32, device=device)
+        order = place % count * H + place // count
+        pieces = (count + _PIECE - 1) // _PIECE
+        most = H * ceil_div(T, _PIECE)
+        task = Tensor.arange(most, dtype=dtypes.int32, device=device)
+        first = task % pieces * _PIECE
+        listed = Tensor.stack(
+            task // pieces, task // pieces * count + first, task // pieces * count + (first + _PIECE).minimum(count), dim=1
+        )
+        tasks = (pieces * H).cat(listed.reshape(-1)).cast(dtypes.int32).contiguous()
+        ones = Tensor.ones(T * H, 1, device=device).contiguous()
+        return Routing(ones, (place % H).reshape(T * H, 1).contiguous(), (order.cast(dtypes.int32).contiguous(), tasks))
 
 
 def _norm(norm: NormWeights | None) -> dict[str, Constant]:

@@ -15,7 +15,8 @@ from tinygrad import Tensor
 from tinyvllm.backends.buffers import cache_format, constant, empty, integers, present, scratch
 from tinyvllm.backends.cuda import plan
 from tinyvllm.backends.cuda.bandwidth import gpu_read_bandwidth
-from tinyvllm.backends.cuda.driver import CudaCopies, copies_of, gpu_free_memory, gpu_of
+from tinyvllm.backends.cuda.driver import CudaCopies, copies_of, counters, gpu_at, gpu_free_memory, gpu_of
+from tinyvllm.backends.cuda.experts import ExpertKernels
 from tinyvllm.backends.cuda.graph import CudaGraph
 from tinyvllm.backends.cuda.launch import compile_ahead, launch, versions
 from tinyvllm.backends.cuda.limits import LIMITS
@@ -25,7 +26,6 @@ from tinyvllm.backends.limits import ShapeFacts, first_reason
 from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, packed, packed_parts
 from tinyvllm.backends.shapes import Attention, Heads, Product
 from tinyvllm.backends.without_adapters import WithoutAdapters
-from tinyvllm.backends.without_experts import WithoutExperts
 from tinyvllm.backends.without_ranks import WithoutRanks
 from tinyvllm.backends.without_states import WithoutStates
 from tinyvllm.batch import Batch, LayerCache
@@ -36,7 +36,6 @@ from tinyvllm.bridge import (
     install_hooks,
     opened_device,
     replace_copy_in,
-    shared_zeros,
     use_graph,
 )
 from tinyvllm.integers import round_up
@@ -51,7 +50,7 @@ OLDEST = {plan.BASE: 80}
 PRODUCTS = ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head")
 
 
-class CudaBackend(WithoutAdapters, WithoutExperts, WithoutRanks, WithoutStates):
+class CudaBackend(ExpertKernels, WithoutAdapters, WithoutRanks, WithoutStates):
     """Kernels for NVIDIA GPUs of compute capability 8.0 and later."""
 
     name = "cuda"
@@ -128,7 +127,7 @@ class CudaBackend(WithoutAdapters, WithoutExperts, WithoutRanks, WithoutStates):
         if few and T <= plan.FEW:
             kernel = plan.norm_head(plan.BASE, part.format, T, O, part.I, gpu, constant(norm.eps), indexed=False)
             if fits(kernel, gpu):
-                outs = [empty(x, T, O), integers(x, T), _counters(x, 2 * T + 1)]
+                outs = [empty(x, T, O), integers(x, T), counters(x, 2 * T + 1)]
                 return launch(kernel, outs, [x, norm.weight, part.tensor, count])[0]
         return _multiplied(variant, _prepared(variant, x, part, count, norm), part, count, Product(part.format, T, O, part.I))
 
@@ -142,10 +141,10 @@ class CudaBackend(WithoutAdapters, WithoutExperts, WithoutRanks, WithoutStates):
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         T, H, D = (int(d) for d in q.shape)
-        kernel, partial, counters = plan.attention_decode(
+        kernel, partial, count = plan.attention_decode(
             variant, batch.num_decodes, Attention.of(q, cache, scale, window, batch), gpu_at(q), batch.shared_prefix_lens is not None
         )
-        partials, ins = [empty(q, partial), _counters(q, counters)], [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes]
+        partials, ins = [empty(q, partial), counters(q, count)], [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes]
         ins += [batch.shared_prefix_lens] if batch.shared_prefix_lens is not None and dict(kernel.defines).get("CASCADE") else []
         return launch(kernel, [empty(q, T, H * D), *partials], ins)[0]
 
@@ -209,12 +208,12 @@ class CudaBackend(WithoutAdapters, WithoutExperts, WithoutRanks, WithoutStates):
         if N <= plan.FEW:
             kernel = plan.norm_head(plan.BASE, weight.format, N, V, weight.I, gpu, constant(norm.eps))
             if fits(kernel, gpu):
-                outs = [empty(x, N, V), integers(x, N), _counters(x, 2 * N + 1)]
+                outs = [empty(x, N, V), integers(x, N), counters(x, 2 * N + 1)]
                 logits, tokens, _ = launch(kernel, outs, [x, norm.weight, weight.tensor, rows, count])
                 return logits, tokens
         prepared = _prepared(variant, x, weight, count, norm, rows)
         logits = _multiplied(variant, prepared, weight, count, Product(weight.format, N, V, weight.I))
-        state = _counters(x, 2 * N), _counters(x, N)
+        state = counters(x, 2 * N), counters(x, N)
         return logits, launch(plan.argmax(plan.BASE, N, V, gpu), [integers(x, N), *state], [logits, count])[0]
 
     def advance(self, variant: str, batch: Batch, sampled: Tensor, history: History, block_size: int) -> None:
@@ -230,7 +229,7 @@ class CudaBackend(WithoutAdapters, WithoutExperts, WithoutRanks, WithoutStates):
     def sample(self, variant: str, logits: Tensor, draw: DrawInputs) -> Tensor:
         (B, V), seen = (int(d) for d in logits.shape), draw.seen or ()
         kernels, nbytes = plan.sample(variant, B, V, draw.neutral_row, draw.features, gpu_at(logits))
-        outs = [integers(logits, B), draw.lines, _counters(logits, max(4, nbytes // 4)), *seen[:1]]
+        outs = [integers(logits, B), draw.lines, counters(logits, max(4, nbytes // 4)), *seen[:1]]
         ins = [logits, *seen[1:], *present(draw.bias), draw.count]
         for kernel in kernels:  # the second continues from the scratch of the first
             outs = launch(kernel, outs, ins)
@@ -241,18 +240,9 @@ class CudaBackend(WithoutAdapters, WithoutExperts, WithoutRanks, WithoutStates):
         return pack_rows(plan.pack_tiles(variant, rows.format, format, gpu_of(placement)), placement.device, rows, format, I)
 
 
-def gpu_at(like: Tensor) -> plan.GPU:
-    """The GPU that a tensor is on."""
-    return gpu_of(Placement.of(like.device))
-
-
 def fits(kernel: Kernel, gpu: plan.GPU) -> bool:
     """Whether a block of threads can have the shared memory, including what the source declares itself, which is less than 1 KiB."""
     return kernel.shared + 1024 <= gpu.shared
-
-
-def _counters(like: Tensor, count: int) -> Tensor:
-    return shared_zeros(str(like.device), count)
 
 
 def _prepared(
@@ -275,8 +265,8 @@ def _multiplied(
     ins = [prepared, weight.tensor, *present(bias, residual), rows]
     if _on_hopper(variant, weight.format, padded.T):
         return launch(plan.matmul_hopper(variant, padded, gpu_at(out)), [out], ins)[0]
-    kernel, partial, counters = plan.matmul(plan.BASE, padded, gpu_at(out))
-    partials = [empty(out, partial), _counters(out, counters)] if partial else []
+    kernel, partial, count = plan.matmul(plan.BASE, padded, gpu_at(out))
+    partials = [empty(out, partial), counters(out, count)] if partial else []
     return launch(kernel, [out, *partials], ins)[0]
 
 

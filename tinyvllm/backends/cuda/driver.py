@@ -7,10 +7,11 @@ import functools
 from typing import Any
 
 import numpy as np
+from tinygrad import Tensor
 
 from tinyvllm.backends.cuda.copies import Arrival, Copies, Mark
 from tinyvllm.backends.cuda.plan import GPU
-from tinyvllm.bridge import cuda_driver, opened_device, synchronize
+from tinyvllm.bridge import cuda_driver, opened_device, shared_zeros, synchronize
 from tinyvllm.errors import KernelError
 from tinyvllm.placement import Placement
 
@@ -53,6 +54,16 @@ def gpu_of(placement: Placement) -> GPU:
     """What launches are planned for."""
     names = "MULTIPROCESSOR_COUNT", "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"
     return GPU(*(gpu_attribute(placement.device, name) for name in names))
+
+
+def gpu_at(like: Tensor) -> GPU:
+    """The GPU that a tensor is on."""
+    return gpu_of(Placement.of(like.device))
+
+
+def counters(like: Tensor, count: int) -> Tensor:
+    """Integers that are zero between launches."""
+    return shared_zeros(str(like.device), count)
 
 
 def driver_version() -> int:

@@ -14,6 +14,7 @@ from tinyvllm.backends.limits import (
     matrices,
     multiple_of,
     no_cap,
+    no_layer_norm,
     no_sinks,
     norm_by_head,
     one_bias,
@@ -48,6 +49,7 @@ _INPUTS = multiple_of("inputs", columns_of_blocks)
 _HEADS = multiple_of("head_dim", 16)
 _PRODUCT = (_INPUTS, tiles_only)
 _ONE_FORMAT = matrices(1, "parts of several formats are multiplied by norm_qkv_rope_store and norm_gate_up_silu")
+_EXPERTS = at_most("experts", 1024)  # a thread counts the rows of each
 _ATTENTION = (
     _HEADS,
     between("head_dim", 32, 256),
@@ -67,6 +69,9 @@ LIMITS: Limits = {
     "attention_prefill": (*_ATTENTION, no_cap, no_sinks, stored_values),
     "matmul": (*plain_outputs, one_bias, *_PRODUCT, _ONE_FORMAT),
     "norm_gate_up_silu": (silu_gate, one_bias, multiple_of("outputs", 16), *_PRODUCT, rms_norm_only),
+    "norm_route": (_INPUTS, _EXPERTS, no_layer_norm),
+    "experts_gate_up_silu": (multiple_of("outputs", 16), *_PRODUCT, _ONE_FORMAT, _EXPERTS, no_layer_norm),
+    "experts_down": (multiple_of("outputs", 16), *_PRODUCT, _ONE_FORMAT, _EXPERTS),
     "norm_head": (*plain_logits, *_PRODUCT, _ONE_FORMAT, rms_norm_only),
     "advance": (),
     "kv_copy": (multiple_of("block_bytes", 16),),

@@ -7,7 +7,7 @@ depends.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.shapes import Attention, Heads, Product, cached_bytes
@@ -261,6 +261,14 @@ def _choice(rows: int, T: int, I: int, format: str, silu: bool, gpu: GPU) -> tup
     fit = [c for c in CUTS if _stages(c, format, gpu) >= 2 and not (silu and c.tile_o // c.warps_o % 32)]  # a warp has gate and up
     known = [(c, n) for c in fit for n in splits if has_registers(c, n, format)]
     return min(known, key=lambda known: _cycles(known[0], known[1], rows, T, I, format, gpu))
+
+
+@functools.cache
+def cut_of_experts(rows: int, places: int, task: int, I: int, format: str, silu: bool, gpu: GPU) -> Cut:
+    """The cut of a product whose x has `places` rows, in tasks of at most `task` with one matrix [rows, I] each."""
+    every = [c for c in CUTS if task % c.tile_t == 0 and has_registers(c, 1, format) and not (silu and c.tile_o // c.warps_o % 32)]
+    fit = [c for c in (*every, *(replace(c, resident=1) for c in every)) if _stages(c, format, gpu) >= 2]
+    return min(fit, key=lambda cut: (cut not in every, _cycles(cut, 1, rows, places, I, format, gpu)))
 
 
 def matmul(variant: str, p: Product, gpu: GPU, chosen: tuple[Cut, int] | None = None) -> tuple[Kernel, int, int]:
