@@ -12,20 +12,28 @@
 //
 //   rows         [1] int32        number of valid rows of x, 0 to T = TOKENS; the rows of out from there on are not written
 //
+// If EXPERTS is defined, weights and biases are those of all experts, out is that of pairs, SHARE of which have one row of x, and task.h says
+// which there are; the gate may be another (product.h).
+//
 // E is a multiple of 32 and of the format's blocks, any F. Accumulates in float32. A row's bits do not depend on TOKENS or on the row's position: products of
 // x * norm in the order of product.h, a lane's sums times the inverse root (norm.h) before lanes are added, + bias.
 // silu(a) = a / (1 + e^-a).
 //
 // A SIMD group computes ROWS / 2 outputs of PART tokens (stream.h), and the norm from the x that it reads for them.
-//     grid (ceil(F / (ROWS / 2 * SIMDS / TEAMS)), 1, 1), 32 * SIMDS threads
+//     grid (ceil(F / (ROWS / 2 * SIMDS / TEAMS)), 1 or tasks at most, 1), 32 * SIMDS threads
 #define BOTH 0
 #define GATE 1
 #define UP 2
 #define I E
 #define NORM 1
+#ifdef EXPERTS
+#define GATHER 1
+#else
 #define GATHER 0
+#endif
 #define PAIRED (HALF == BOTH)
 #include "stream.h"
+#include "task.h"
 
 #if HALF == BOTH
 #define WEIGHT_ARGUMENTS device const uchar *weight, device const uchar *weight_up,
@@ -42,20 +50,21 @@
 
 [[max_total_threads_per_threadgroup(32 * SIMDS)]] kernel void norm_gate_up_silu(device float *out, device const float *x,
                                                                                 device const float *norm,
-                                                                                WEIGHT_ARGUMENTS BIAS_ARGUMENTS device const int *rows,
-                                                                                uint3 group [[threadgroup_position_in_grid]],
+                                                                                WEIGHT_ARGUMENTS BIAS_ARGUMENTS ROWS_ARGUMENTS uint3 group
+                                                                                [[threadgroup_position_in_grid]],
                                                                                 uint simd [[simdgroup_index_in_threadgroup]],
                                                                                 uint thread_in_simd [[thread_index_in_simdgroup]]) {
   threadgroup float4 tile[TILE];
   threadgroup float inverses[SQUARES];
-  const int count = rows[0], lane = thread_in_simd, team = simd % TEAMS, f0 = (group.x * GROUPS + simd / TEAMS) * SET_ROWS;
+  const Task task = TASK;
+  const int count = task.count, lane = thread_in_simd, team = simd % TEAMS, f0 = (group.x * GROUPS + simd / TEAMS) * SET_ROWS;
   if (count <= 0) return;
   Rows input;
-  input.x = x, input.norm = norm, input.index = nullptr, input.count = count;
+  input.x = x, input.norm = norm, input.index = task.places, input.count = count;
   Weights weights;
 #pragma unroll
   for (int r = 0; r < SET_ROWS; r++) {
-    const ulong row = (ulong)min(f0 + r, F - 1) * ROW_BYTES;
+    const ulong row = ((ulong)task.expert * F + min(f0 + r, F - 1)) * ROW_BYTES;
     weights.row[r] = weight + row;
 #if HALF == BOTH
     weights.row[SET_ROWS + r] = weight_up + row;
@@ -72,19 +81,19 @@
   for (int i = 0; i < RESULTS; i++) {
     const int t = (first + i) / SET_ROWS, token = team * PART + t, f = f0 + (first + i) % SET_ROWS;
     if (t >= PART || token >= count || f >= F) continue;
-    device float *to = out + (ulong)token * F + f;
+    device float *to = out + (ulong)row_of_out(task, token) * F + f;
     float y = sums.of[i];
 #if BIAS
-    y += bias[f];
+    y += bias[task.expert * F + f];
 #endif
 #if HALF == BOTH
     float up = sums.of[COUNT + i];
 #if BIAS
-    up += bias_up[f];
+    up += bias_up[task.expert * F + f];
 #endif
-    *to = silu(y) * up;
+    *to = gated(y, up);
 #else
-    *to = HALF == GATE ? y : silu(*to) * y;
+    *to = HALF == GATE ? y : gated(*to, y);
 #endif
   }
 }

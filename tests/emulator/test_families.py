@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tinygrad.helpers import USE_TC
 
 from tests.emulator.driver import cuda_device
 from tests.emulator.metal_runtime import metal_device
@@ -32,21 +34,26 @@ OPTIONS = {  # with which the layers of Gemma form groups
     "gpt-oss": {"max_model_len": 64},
     "glm4moe": {"max_model_len": 64},
 }
-OF_EXPERTS = ["qwen3moe", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt-oss", "glm4moe"))]
+OF_EXPERTS = list(itertools.product(("qwen3moe", "gpt-oss", "glm4moe"), ("CUDA", "METAL")))
 
 
-@pytest.mark.parametrize("name", OF_EXPERTS)
-def test_experts_run_by_kernels(name: str) -> None:
-    """Prompt and decodes; gpt-oss has biases and a clamped gate, GLM-4.5 sigmoids with a bias, groups and a shared expert."""
+@pytest.mark.parametrize("name, device", [OF_EXPERTS[0], *(pytest.param(*case, marks=pytest.mark.long) for case in OF_EXPERTS[1:])])
+def test_experts_run_by_kernels(monkeypatch: pytest.MonkeyPatch, name: str, device: str) -> None:
+    """Prompt and decodes; gpt-oss has biases and a clamped gate, GLM-4.5 sigmoids with a bias, groups and a shared expert.
+
+    Attention runs by the reference, for which tinygrad would use matrix instructions that the emulator does not have.
+    """
+    monkeypatch.setattr(USE_TC, "value", 0)
     with np.load(GOLDEN / name / "golden.npz") as data:
         prompt, expected = data["prompt_0"].tolist(), data["tokens_0"][:TOKENS].tolist()
-    with cuda_device(seed=5):
+    with cuda_device(seed=5) if device == "CUDA" else metal_device():
         registry.forget_choices()
-        with LLM(GOLDEN / name, device="CUDA", dtype="float16", skip_tokenizer_init=True, max_num_seqs=2, **OPTIONS[name]) as llm:
+        with LLM(GOLDEN / name, device=device, dtype="float16", skip_tokenizer_init=True, max_num_seqs=2, **OPTIONS[name]) as llm:
             assert llm.generate([{"prompt_token_ids": prompt}], GREEDY)[0].outputs[0].token_ids == expected
-        ran = {choice.stem: choice.variant for choice in registry.choices("CUDA") if "load" not in choice.shape}
-        reasons = {choice.why for choice in registry.choices("CUDA") if choice.variant == "ref"}
-    assert [ran[stem] for stem in EXPERTS] == ["sm_80"] * 3 and all(any(part in reason for reason in reasons) for part in REASONS[name])
+        ran = {choice.stem: choice.variant for choice in registry.choices(device) if "load" not in choice.shape}
+        reasons = {choice.why for choice in registry.choices(device) if choice.variant == "ref"}
+    assert [ran[stem] for stem in EXPERTS] == ["sm_80" if device == "CUDA" else "apple7"] * 3
+    assert all(any(part in reason for reason in reasons) for part in REASONS[name])
 
 
 @pytest.mark.parametrize("device", ["CUDA", "METAL"])

@@ -37,6 +37,14 @@ INLINE float f16_to_float(ushort half_word) { return float(as_type<half>(half_wo
 INLINE float2 f16_pair_to_float(uint both) { return float2(as_type<half2>(both)); }
 INLINE ushort float_to_f16(float value) { return as_type<ushort>(half(value)); }
 
+// --- sums over the lanes of a SIMD group, in pairs 16, 8, 4, 2 and 1 apart
+
+INLINE float sum_lanes(float value) {
+#pragma unroll
+  for (int apart = 16; apart; apart /= 2) value += simd_shuffle_xor(value, (ushort)apart);
+  return value;
+}
+
 // --- matrices: row and first column of a lane's two numbers
 
 INLINE uint matrix_row(uint lane) { return (lane >> 2 & 4u) + (lane >> 1 & 3u); }

@@ -27,12 +27,6 @@ static constexpr int power_above(int n) {
   return n <= 1 ? 1 : n <= 2 ? 2 : n <= 4 ? 4 : n <= 8 ? 8 : n <= 16 ? 16 : n <= 32 ? 32 : n <= 64 ? 64 : 128;
 }
 
-INLINE float sum_lanes(float value) {
-#pragma unroll
-  for (int apart = 16; apart; apart /= 2) value += simd_shuffle_xor(value, (ushort)apart);
-  return value;
-}
-
 // Sums COUNT (a power of two) values over all lanes and distributes the sums: afterwards values[i] of a lane is sum scatter_sums(...) + i,
 // for i < COUNT / 32, or for i = 0. Each sum has the bits of sum_lanes: in each round a lane hands over the half that it does not keep.
 template <int COUNT> INLINE int scatter_sums(thread float *values, int lane) {
@@ -62,3 +56,16 @@ template <int COUNT> INLINE bool is_writer(int lane) { return COUNT >= 32 || (la
 // The tanh form: x / 2 * (1 + tanh u) = x / (1 + e^(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3).
 INLINE float gelu(float x) { return x / (1.0f + precise::exp(fma(0.044715f, x * x * x, x) * -1.5957691216057308f)); }
 INLINE float silu(float x) { return x / (1.0f + precise::exp(-x)); }
+
+// Of gate and up: silu(gate) * up; gelu(gate) * up if GATE_GELU; with GATE_LIMIT and GATE_ALPHA gpt-oss's gate, min(gate, limit) *
+// sigmoid(alpha min(gate, limit)) * (up within +-limit, + 1). A NaN stays one.
+INLINE float gated(float gate, float up) {
+#ifdef GATE_LIMIT
+  const float low = gate > GATE_LIMIT ? GATE_LIMIT : gate, near = up > GATE_LIMIT ? GATE_LIMIT : up < -GATE_LIMIT ? -GATE_LIMIT : up;
+  return low / (1.0f + precise::exp(-GATE_ALPHA * low)) * (near + 1.0f);
+#elif defined(GATE_GELU)
+  return gelu(gate) * up;
+#else
+  return silu(gate) * up;
+#endif
+}

@@ -7,6 +7,7 @@
 //     TEAMS    1, or 2 for many tokens: TEAMS SIMD groups share the tokens of the same rows of weights, each has PART of them. What both
 //              read comes from memory once
 //     STAGED   0: each SIMD group reads x itself. 1: the threadgroup's SIMD groups read it together, into threadgroup memory
+//     SHARE    GATHER: numbers of the index that have one row of x, 1 if not defined: row t is row index[t] / SHARE
 //     DEPTH    STAGED: rounds (product.h) that are staged at a time, a power of two; each is 1 KiB a row of x
 // and, by the kernel's file, NORM (norm.h), GATHER (rows of x by index) and PAIRED (the first and the second half of a SIMD group's rows
 // belong together, such as gate and up). The bits of a result depend on none of them.
@@ -17,6 +18,9 @@
 #include "norm.h"
 
 static_assert(TOKENS >= 1 && TOKENS <= 16 && SIMDS % TEAMS == 0 && SIMDS <= 32, "stream: tokens or SIMD groups");
+#ifndef SHARE
+#define SHARE 1
+#endif
 #define PART ((TOKENS + TEAMS - 1) / TEAMS)
 #define GROUPS (SIMDS / TEAMS)  // SIMD groups with rows of weights of their own
 #define SETS (1 + PAIRED)
@@ -50,7 +54,7 @@ struct Sums {  // number t * SET_ROWS + r of a set is that of the SIMD group's t
 
 INLINE device const float *row_of(Rows rows, int token) {
   const int t = token < rows.count ? token : rows.count - 1;
-  return rows.x + (ulong)(GATHER ? rows.index[t] : t) * (I);
+  return rows.x + (ulong)(GATHER ? rows.index[t] / SHARE : t) * (I);
 }
 
 INLINE float4 four_at(device const float *x, int step, int lane, int sub, int second) {

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.metal import expert_plan
 from tinyvllm.backends.metal import plan as records
+from tinyvllm.backends.metal.expert_plan import Lists
+from tinyvllm.backends.operands import GateClamp, RoutingPolicy
 from tinyvllm.backends.shapes import Attention, Heads, Product
 from tinyvllm.quant.formats import GROUPED, Layout, packed_in
 from tinyvllm.quant.kv import KV_FORMATS
@@ -43,7 +47,7 @@ WIDE = Sizes(2560, 10240, 8, 4, 256, 262144, True)  # Gemma 3 4B: the widest hea
 
 def samples() -> dict[str, Kernel]:
     """Kernels by name, of which the first word is the stem."""
-    return _few() | _many() | _attention() | _tokens()
+    return _few() | _many() | _experts() | _attention() | _tokens()
 
 
 def _few() -> dict[str, Kernel]:
@@ -97,6 +101,27 @@ def _many() -> dict[str, Kernel]:
     for cache in ("F32", "F16", "BF16", *KV_FORMATS):
         found[f"rope_store {cache}"] = records.rope_store(VARIANT, 128, (QWEN if cache == "F16" else SMALL).heads(cache))
     found["argmax"], found["argmax_merge"], _ = records.argmax(VARIANT, 16, SMALL.V)
+    return found
+
+
+def _experts() -> dict[str, Kernel]:
+    """Of Qwen3 30B A3B, gpt-oss 20B and DeepSeek-V3."""
+    found, usual, clamped = {}, RoutingPolicy(128, 8, True), RoutingPolicy(32, 4, True, bias="logits")
+    grouped = RoutingPolicy(256, 8, True, True, "choice", 8, 4, 2.5, gated=True)
+    for T, policy in itertools.product((1, 64), (usual, clamped, grouped)):
+        found[f"norm_route {policy.experts} of {T}"] = expert_plan.norm_route(VARIANT, T, 2048, policy, EPS)
+        found[f"choose_experts {policy.experts} of {T}"] = expert_plan.choose_experts(VARIANT, T, policy)
+    found["norm_route alone"] = expert_plan.norm_route(VARIANT, 64, 7168, usual, None)
+    found |= {f"list_experts {X}": expert_plan.list_experts(VARIANT, Lists(64, 8, X)) for X in (32, 512, 1024)}
+    found |= {f"experts_sum {on}": expert_plan.experts_sum(VARIANT, Lists(64, 8, 128), 2048, on) for on in (True, False)}
+    for format, T in itertools.product(("BF16", "Q4_K", "MXFP4"), (1, 64, 512)):
+        lists = Lists(T, 8, 128)
+        found[f"norm_gate_up_silu {format} by experts of {T}"] = expert_plan.experts_gate_up(VARIANT, format, lists, 2048, 768, EPS)
+        product = Product(format, lists.task, 2048, 768, bias=True)
+        found[f"matvec {format} by experts of {T}"] = expert_plan.experts_matvec(VARIANT, product, lists)
+    gate = GateClamp(1.702, 7.0)
+    found["norm_gate_up_silu clamped"] = expert_plan.experts_gate_up(VARIANT, "MXFP4", Lists(64, 4, 32), 2880, 2880, EPS, True, clamp=gate)
+    found["norm_gate_up_silu gelu"] = expert_plan.experts_gate_up(VARIANT, "BF16", Lists(1, 4, 32), 2880, 2880, EPS, half="UP", gelu=True)
     return found
 
 

@@ -38,8 +38,7 @@ def norm_route(site: Site, case: Case) -> list[Arrays]:
         routing = site.backend.norm_route(site.variant, x, site.norm(router.I), router, site.int32(count), policy)
         assert routing.groups is not None
         shares, chosen, order, tasks = realized(routing.shares, routing.chosen, *routing.groups)
-        is_right = is_listed if site.backend.layout is Layout.PANELS else is_listed_in_groups
-        listed = np.array([is_right(chosen[:count].reshape(-1), order, tasks)], np.int32)
+        listed = np.array([_IS_LISTED[site.backend.layout](chosen[:count].reshape(-1), order, tasks)], np.int32)
         results.append({"shares": shares[:count], "chosen": chosen[:count], "listed": listed})
     return results
 
@@ -51,8 +50,16 @@ def _sixty_fourth(rows: np.ndarray) -> np.ndarray:
 
 def is_listed(chosen: np.ndarray, order: np.ndarray, tasks: np.ndarray) -> bool:
     """Whether the tasks (kernels/cpu/include/experts.h) have every pair of `chosen` int32 [N] once, with its expert, in order."""
-    listed = [(e, p) for e, first, end in tasks[1 : 1 + 3 * max(0, tasks[0])].reshape(-1, 3) for p in order[first:end]]
-    return listed == sorted((e, p) for p, e in enumerate(chosen))
+    return _listed(order, tasks) == sorted((e, p) for p, e in enumerate(chosen))
+
+
+def is_listed_in_any_order(chosen: np.ndarray, order: np.ndarray, tasks: np.ndarray) -> bool:
+    """The same where an expert's pairs may be in any order (kernels/metal/list_experts.metal)."""
+    return sorted(_listed(order, tasks)) == sorted((e, p) for p, e in enumerate(chosen))
+
+
+def _listed(order: np.ndarray, tasks: np.ndarray) -> list[tuple[int, int]]:
+    return [(e, p) for e, first, end in tasks[1 : 1 + 3 * max(0, tasks[0])].reshape(-1, 3) for p in order[first:end]]
 
 
 def is_listed_in_groups(chosen: np.ndarray, order: np.ndarray, tasks: np.ndarray) -> bool:
@@ -61,6 +68,9 @@ def is_listed_in_groups(chosen: np.ndarray, order: np.ndarray, tasks: np.ndarray
     places = [(expert, place) for expert, first, groups in found for place in range(8 * first, 8 * (first + groups))]
     once = [place for _, place in places] == list(range(tasks[0]))
     return once and sorted((e, order[place]) for e, place in places if order[place] >= 0) == sorted((e, p) for p, e in enumerate(chosen))
+
+
+_IS_LISTED = {Layout.PANELS: is_listed, Layout.TILES: is_listed_in_groups, Layout.ROWS: is_listed_in_any_order}
 
 
 def routing(site: Site, T: int, count: int) -> Routing:

@@ -12,7 +12,7 @@ import logging
 import platform
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 from tinygrad import Tensor
@@ -22,15 +22,17 @@ from tinyvllm.backends.buffers import cache_format, constant, empty, integers, p
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.limits import ShapeFacts, first_reason
 from tinyvllm.backends.metal import plan
+from tinyvllm.backends.metal.experts import ExpertKernels
 from tinyvllm.backends.metal.icb import MetalGraph
 from tinyvllm.backends.metal.launch import TimedKernel, UnusableKernelError, launch, require_runnable
 from tinyvllm.backends.metal.limits import LIMITS
+from tinyvllm.backends.metal.parts import each_bias, halves, tensors_of
 from tinyvllm.backends.metal.probe import unexpected_matrix_layout
 from tinyvllm.backends.metal.queue import gpu_name, import_pages, max_import, metal_free_memory, queue_of
+from tinyvllm.backends.metal.unusable import of_op
 from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, stored
 from tinyvllm.backends.shapes import Attention, Heads, Product
 from tinyvllm.backends.without_adapters import WithoutAdapters
-from tinyvllm.backends.without_experts import WithoutExperts
 from tinyvllm.backends.without_ranks import WithoutRanks
 from tinyvllm.backends.without_states import WithoutStates
 from tinyvllm.batch import Batch, LayerCache
@@ -46,10 +48,8 @@ from tinyvllm.bridge import (
     opened_device,
     share_programs,
     shared_zeros,
-    spans,
     use_graph,
 )
-from tinyvllm.errors import ReplacedKernelError
 from tinyvllm.integers import round_up
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout
@@ -61,32 +61,10 @@ Argument = Tensor | np.ndarray | int  # of a kernel that is timed
 Cut = TypeVar("Cut", plan.Cut, plan.Fragments)
 
 OLDEST_FAMILY = 7  # of Apple's GPUs: M1's
-HALVES = ("GATE", "UP")  # of norm_gate_up_silu, where their weights have two formats
 PRODUCTS = ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head")
 
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _of_op(stem: str) -> Callable[[Method], Method]:
-    """Of a method that launches the op's kernels: where the GPU cannot run one, its variant is not chosen for the op any more."""
-
-    def wrap(method: Method) -> Method:
-        @functools.wraps(method)
-        def launching(self: MetalBackend, variant: str, *arguments: Any) -> Any:
-            try:
-                return method(self, variant, *arguments)
-            except UnusableKernelError as error:
-                self._unusable[error.device, stem, variant] = error.reason
-                log.warning("%s: %s; %s does without the variant %s, which may be slower", error.device, error.reason, stem, variant)
-                raise ReplacedKernelError(f"{error}; the same call again runs {stem} without the variant {variant}") from error
-
-        return cast(Method, launching)
-
-    return wrap
-
-
-class MetalBackend(WithoutAdapters, WithoutExperts, WithoutRanks, WithoutStates):
+class MetalBackend(ExpertKernels, WithoutAdapters, WithoutRanks, WithoutStates):
     """Kernels for the GPUs of Apple Silicon."""
 
     name = "metal"
@@ -95,8 +73,8 @@ class MetalBackend(WithoutAdapters, WithoutExperts, WithoutRanks, WithoutStates)
     variant_names = (plan.BASE, plan.MATRIX, plan.MERGE)
 
     def __init__(self) -> None:
+        super().__init__()
         self._layouts: dict[str, str | None] = {}  # by device: how the layout of its matrices is another one than kernels assume
-        self._unusable: dict[tuple[str, str, str], str] = {}  # by device, op and variant: why a kernel of it cannot run
 
     def open(self, placement: Placement) -> None:
         opened_device(placement.device)
@@ -158,12 +136,12 @@ class MetalBackend(WithoutAdapters, WithoutExperts, WithoutRanks, WithoutStates)
     def read_bandwidth(self, placement: Placement, seconds: float, nbytes: int) -> float | None:
         return None
 
-    @_of_op("embed")
+    @of_op("embed")
     def embed(self, variant: str, table: KernelTable, tokens: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
         T, E = int(tokens.shape[0]), table.I
         return launch(plan.embed(variant, table.format, T, table.O, E), [empty(tokens, T, E)], [table.tensor, tokens, rows])[0]
 
-    @_of_op("norm_qkv_rope_store")
+    @of_op("norm_qkv_rope_store")
     def norm_qkv_rope_store(
         self,
         variant: str,
@@ -180,17 +158,17 @@ class MetalBackend(WithoutAdapters, WithoutExperts, WithoutRanks, WithoutStates)
         in_pieces = len(self._pieces(x, T)) > 1  # then all products are launches of their own: two that write one cache make a cycle
         main, others = weight.leading(1 if in_pieces else len(weight.parts))
         ins = [self._normed_product(variant, x, norm, part, batch.rows) for part in others]
-        apart, optional = tuple(part.O for part in others), [*_each(qkv.bias, weight), *present(qkv.q_norm, qkv.k_norm, angles)]
+        apart, optional = tuple(part.O for part in others), [*each_bias(qkv.bias, weight), *present(qkv.q_norm, qkv.k_norm, angles)]
         if not in_pieces and plan.by_lanes(variant, T):
             shape = variant, main.format, T, main.I, heads, eps
             pool = 8 * heads.K * heads.D * round_up(T, heads.S)  # a cache with the blocks that these rows fill
             angle_bytes: list[Argument] = [4 * T * heads.R] if heads.R else []
-            sizes: list[Argument] = [4 * T * heads.H * heads.D, pool, 4, 4 * T * main.I, norm.weight, *_matrices(main)]
+            sizes: list[Argument] = [4 * T * heads.H * heads.D, pool, 4, 4 * T * main.I, norm.weight, *tensors_of(main)]
             sizes += [*(4 * T * outputs for outputs in apart), *optional[: len(optional) - len(angle_bytes)], *angle_bytes]
             sizes += [np.arange(T, dtype=np.int32), _count(T)]
             kernel_of = functools.partial(plan.norm_qkv_rope_store, *shape, apart=apart)
             kernel = _tuned(x, plan.cuts_for_heads(T, main.I, heads), functools.partial(_with_cut, kernel_of), sizes)
-            ins = [x, norm.weight, *_matrices(main), *ins]
+            ins = [x, norm.weight, *tensors_of(main), *ins]
         else:
             ins = [self._normed_product(variant, x, norm, main, batch.rows), *ins]
             kernel = plan.rope_store(variant, T, heads, apart)
@@ -199,7 +177,7 @@ class MetalBackend(WithoutAdapters, WithoutExperts, WithoutRanks, WithoutStates)
 
     def _normed_product(self, variant: str, x: Tensor, norm: NormWeights, weight: StoredWeight, rows: Tensor) -> Tensor:
         """norm(x) . weight^T, float32 [T, O], of matrices in one format: one, or of many rows up to three."""
-        T, O, I, eps, matrices = int(x.shape[0]), weight.O, weight.I, constant(norm.eps), _matrices(weight)
+        T, O, I, eps, matrices = int(x.shape[0]), weight.O, weight.I, constant(norm.eps), tensors_of(weight)
         if len(pieces := self._pieces(x, T)) > 1:
             return _joined([self._normed_product(variant, _rows_of(x, piece), norm, weight, _count_of(rows, piece)) for piece in pieces])
         borders = None
@@ -214,12 +192,12 @@ class MetalBackend(WithoutAdapters, WithoutExperts, WithoutRanks, WithoutStates)
             kernel = _by_matrices(variant, x, Product(weight.format, T, O, I, eps=eps, borders=borders), sizes)
         return launch(kernel, [empty(x, T, O)], [x, norm.weight, *matrices, rows])[0]
 
-    @_of_op("kv_append")
+    @of_op("kv_append")
     def append_kv(self, variant: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
         (T, K, D), S = (int(d) for d in k.shape), cache.S
         return cache.after(*launch(plan.kv_append(variant, T, K, S, D, cache_format(cache)), [*cache], [k, v, batch.slots, batch.rows]))
 
-    @_of_op("attention_decode")
+    @of_op("attention_decode")
     def attention_decode(
         self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0,
         sinks: Tensor | None = None,
@@ -232,7 +210,7 @@ class MetalBackend(WithoutAdapters, WithoutExperts, WithoutRanks, WithoutStates)
         out, partial = launch(kernels[0], [empty(q, T, H * D), integers(q, words)], ins)
         return launch(kernels[1], [out, partial], [batch.context_lens, batch.decodes])[0]
 
-    @_of_op("attention_prefill")
+    @of_op("attention_prefill")
     def attention_prefill(
         self, variant: str, out: Tensor | None, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch,
         cap: float = 0.0, sinks: Tensor | None = None,
@@ -243,7 +221,7 @@ class MetalBackend(WithoutAdapters, WithoutExperts, WithoutRanks, WithoutStates)
         ins = [q, cache.values, batch.block_tables, batch.context_lens, batch.query_starts, batch.chunks]
         return launch(kernel, [empty(q, T, H * D) if out is None else out], ins)[0]
 
-    @_of_op("matmul")
+    @of_op("matmul")
     def matmul(
         self, variant: str, x: Tensor, weight: KernelWeight, rows: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool,
         output_norm: NormWeights | None = None, output_scale: float = 1.0,
@@ -257,15 +235,15 @@ class MetalBackend(WithoutAdapters, WithoutExperts, WithoutRanks, WithoutStates)
                 parts.append(self.matmul(variant, _rows_of(x, piece), weight, _count_of(rows, piece), bias, own, gelu))
             return _joined(parts)
         product = Product(weight.format, T, O, I, bias=bias is not None, residual=residual is not None, gelu=gelu)
-        sizes: list[Argument] = [4 * T * O, 4 * T * I, *_matrices(weight), *present(bias)]
+        sizes: list[Argument] = [4 * T * O, 4 * T * I, *tensors_of(weight), *present(bias)]
         sizes += [*([4 * T * O] if residual is not None else []), _count(T)]
         if plan.by_lanes(variant, T):
             kernel = _tuned(x, plan.cuts(T), lambda cut: plan.matvec(variant, product, cut), sizes)
         else:
             kernel = _by_matrices(variant, x, product, sizes)
-        return launch(kernel, [empty(x, T, O)], [x, *_matrices(weight), *present(bias, residual), rows])[0]
+        return launch(kernel, [empty(x, T, O)], [x, *tensors_of(weight), *present(bias, residual), rows])[0]
 
-    @_of_op("norm_gate_up_silu")
+    @of_op("norm_gate_up_silu")
     def gate_up_silu(
         self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, rows: Tensor, bias: Tensor | None, gelu: bool = False
     ) -> Tensor:
@@ -275,14 +253,9 @@ class MetalBackend(WithoutAdapters, WithoutExperts, WithoutRanks, WithoutStates)
         if len(pieces := self._pieces(x, T)) > 1:
             parts = [self.gate_up_silu(variant, _rows_of(x, piece), norm, weight, _count_of(rows, piece), bias) for piece in pieces]
             return _joined(parts)
-        out, biases = empty(x, T, F), _each(bias, weight)
-        halves = [("BOTH", weight, biases)]
-        if weight.format != weight.parts[0].format:  # no launch reads weights in two formats
-            halves = [
-                (half, StoredWeight((part,)), biases[i : i + 1]) for i, (half, part) in enumerate(zip(HALVES, weight.parts, strict=True))
-            ]
-        for half, part, own in halves:
-            ins = [norm.weight, *_matrices(part), *own]
+        out = empty(x, T, F)
+        for half, part, own in halves(weight, each_bias(bias, weight)):
+            ins = [norm.weight, *tensors_of(part), *own]
             sizes: list[Argument] = [4 * T * F, 4 * T * E, *ins, _count(T)]
             if plan.by_lanes(variant, T):
                 kernel_of = functools.partial(plan.norm_gate_up_silu, variant, part.format, T, E, F, eps, bias is not None, half=half)
@@ -293,7 +266,7 @@ class MetalBackend(WithoutAdapters, WithoutExperts, WithoutRanks, WithoutStates)
             out = launch(kernel, [out], [x, *ins, rows])[0]
         return out
 
-    @_of_op("norm_head")
+    @of_op("norm_head")
     def norm_head(
         self, variant: str, x: Tensor, norm: NormWeights, weight: KernelWeight, rows: Tensor, count: Tensor,
         divisor: float = 1.0, cap: float = 0.0,
@@ -305,31 +278,31 @@ class MetalBackend(WithoutAdapters, WithoutExperts, WithoutRanks, WithoutStates)
             return _joined([logits for logits, _ in heads]), _joined([best for _, best in heads])
         index = np.zeros(N, np.int32)
         if plan.by_lanes(variant, N):
-            shape, ins = (variant, weight.format, N, V, weight.I, eps), [x, norm.weight, *_matrices(weight), rows, count]
-            sizes: list[Argument] = [4 * N * V, 4 * weight.I, norm.weight, *_matrices(weight), index, _count(N)]
+            shape, ins = (variant, weight.format, N, V, weight.I, eps), [x, norm.weight, *tensors_of(weight), rows, count]
+            sizes: list[Argument] = [4 * N * V, 4 * weight.I, norm.weight, *tensors_of(weight), index, _count(N)]
             kernel = _tuned(x, plan.cuts(N), lambda cut: plan.norm_head(*shape, cut=cut), sizes)
         else:
-            sizes = [4 * N * V, 4 * weight.I, norm.weight, index, *_matrices(weight), _count(N)]
-            ins = [x, norm.weight, rows, *_matrices(weight), count]
+            sizes = [4 * N * V, 4 * weight.I, norm.weight, index, *tensors_of(weight), _count(N)]
+            ins = [x, norm.weight, rows, *tensors_of(weight), count]
             kernel = _by_matrices(variant, x, Product(weight.format, N, V, weight.I, eps=eps, gather=True), sizes)
         logits = launch(kernel, [empty(x, N, V)], ins)[0]
         first, second, parts = plan.argmax(variant, N, V)
         ranks, indices = launch(first, [integers(x, N, parts), integers(x, N, parts)], [logits, count])
         return logits, launch(second, [integers(x, N)], [ranks, indices, count])[0]
 
-    @_of_op("advance")
+    @of_op("advance")
     def advance(self, variant: str, batch: Batch, sampled: Tensor, history: History, block_size: int) -> None:
         B, M = (int(d) for d in batch.block_tables.shape)
         outs = [batch.tokens, batch.positions, batch.slots, batch.context_lens, history.tokens, history.round]
         kernel = plan.advance(variant, B, M, block_size, int(history.tokens.shape[0]))
         Tensor.realize(*launch(kernel, outs, [sampled, batch.block_tables, batch.decodes]))
 
-    @_of_op("kv_copy")
+    @of_op("kv_copy")
     def copy_blocks(self, variant: str, pool: Tensor, pairs: Tensor, count: Tensor) -> Tensor:
         kernel = plan.kv_copy(variant, int(pairs.shape[0]), pool.nbytes() // int(pool.shape[0]))
         return launch(kernel, [pool], [pairs, count])[0]
 
-    @_of_op("sample")
+    @of_op("sample")
     def sample(self, variant: str, logits: Tensor, draw: DrawInputs) -> Tensor:
         (B, V), seen = (int(d) for d in logits.shape), draw.seen or ()
         kernels, nbytes = plan.sample(variant, B, V, draw.neutral_row, draw.features)
@@ -357,18 +330,6 @@ def _watched_zeros(device: str, stem: str, words: int) -> Tensor:
 
 
 define_process_tensor("metal scratch", _watched_zeros)
-
-
-def _each(bias: Tensor | None, weight: StoredWeight) -> list[Tensor]:
-    """The parts of a joined bias, one for each matrix."""
-    if bias is None:
-        return []
-    starts = [sum(part.O for part in weight.parts[:i]) for i in range(len(weight.parts))]
-    return spans(bias, [(start, part.O) for start, part in zip(starts, weight.parts, strict=True)])
-
-
-def _matrices(weight: StoredWeight) -> list[Tensor]:
-    return [part.tensor for part in weight.parts]
 
 
 def _tuned(x: Tensor, cuts: list[Cut], kernel_of: Callable[[Cut], Kernel], arguments: list[Argument]) -> Kernel:

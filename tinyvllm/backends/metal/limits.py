@@ -11,6 +11,7 @@ from tinyvllm.backends.limits import (
     matrices,
     multiple_of,
     no_cap,
+    no_layer_norm,
     no_sinks,
     norm_by_head,
     one_bias,
@@ -34,6 +35,7 @@ def _columns(facts: ShapeFacts) -> int:
 
 _INPUTS = multiple_of("inputs", _columns)
 _HEADS = multiple_of("head_dim", 16)
+_EXPERTS = at_most("experts", 1024)  # a thread counts the rows of each
 _ATTENTION = (
     _HEADS,
     between("head_dim", 32, 256),
@@ -50,6 +52,9 @@ LIMITS: Limits = {
     "attention_prefill": (*_ATTENTION, no_cap, no_sinks, stored_values),
     "matmul": (*plain_outputs, one_bias, _INPUTS, matrices(1, "several are multiplied only together with their norm")),
     "norm_gate_up_silu": (silu_gate, one_bias, _INPUTS, matrices(2, "gate and up"), rms_norm_only),
+    "norm_route": (_INPUTS, _EXPERTS, no_layer_norm),
+    "experts_gate_up_silu": (_INPUTS, matrices(2, "gate and up"), _EXPERTS, rms_norm_only),
+    "experts_down": (multiple_of("outputs", 4), _INPUTS, matrices(1, "down of all experts"), _EXPERTS),
     "norm_head": (*plain_logits, _INPUTS, rms_norm_only),
     "advance": (),
     "kv_copy": (multiple_of("block_bytes", 16),),
