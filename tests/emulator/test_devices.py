@@ -19,6 +19,8 @@ from tinyvllm.backends import registry
 from tinyvllm.config import DEFAULT_MODEL as MODEL
 from tinyvllm.config import resolve
 from tinyvllm.engine.frontend import plan_engine
+from tinyvllm.engine.tools.recording import read_run
+from tinyvllm.engine.tools.replay import config_of
 from tinyvllm.errors import ArgumentError, ModelError, OutOfMemoryError, RankError
 
 OPTIONS: dict[str, Any] = dict(max_model_len=64, max_num_seqs=4, seed=0, num_blocks=16)
@@ -100,13 +102,27 @@ def test_layers_are_divided_by_memory_as_planned(driver: Driver, monkeypatch: py
 
 
 def test_the_smaller_memory_decides_the_blocks(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of what the weights leave on the GPU, though the CPU has room for all sequences."""
-    options = {**OPTIONS, "num_blocks": None, "max_num_seqs": 64, "max_model_len": 512}
+    """Half of what the weights leave on a small host, or on a small GPU."""
+    options: dict[str, Any] = {**OPTIONS, "gpu_layers": 2, "num_blocks": None, "max_num_seqs": 64, "max_model_len": 512}
+    config = resolve(MODEL, device="CUDA,CPU", **options)
+
+    def planned() -> tuple[list[int], int]:
+        """The weights of each rank, and the blocks."""
+        sizes = plan_engine(config, speed=False).sizes
+        assert sizes.start is not None
+        return [one.weights for one in sizes.ranks], sizes.start.num_blocks
+
+    (last, first), wanted = planned()
+    layer, room = 16 * 512, 64 << 20  # bytes of a block in a layer
+    assert wanted == 64 * 512 // 16
+    with monkeypatch.context() as patch:
+        patch.setattr("tinyvllm.runner.opened.free_memory", lambda device: 1 << 30 if device == "CUDA" else first + room)
+        assert 0.9 * room < 2 * planned()[1] * 4 * layer <= room
     monkeypatch.setattr(driver, "_capacity", driver._capacity - driver.free() + (8 << 20))
-    with LLM(MODEL, device="CUDA,CPU", gpu_layers=2, **options) as llm:
-        runner = llm.engine.runner
-        assert 512 // 16 <= runner.pool.num_blocks < 64 * 512 // 16
-        assert runner.pool.num_blocks * runner.pool.block_bytes < 4 << 20
+    blocks = planned()[1]
+    assert blocks >= 512 // 16 and 0.9 * ((8 << 20) - last) < 2 * blocks * 2 * layer <= (8 << 20) - last
+    with LLM(MODEL, device="CUDA,CPU", **options) as llm:
+        assert llm.engine.runner.pool.num_blocks == blocks
 
 
 def test_what_does_not_fit_is_refused_with_its_device(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,10 +135,13 @@ def test_what_does_not_fit_is_refused_with_its_device(driver: Driver, monkeypatc
         LLM(MODEL, device="CUDA,CPU", **OPTIONS)
 
 
-def test_a_cpu_stage_that_is_killed_ends_the_engine(driver: Driver) -> None:
-    with LLM(MODEL, device="CUDA,CPU", gpu_layers=1, **{**OPTIONS, "max_model_len": 128}) as llm:
+def test_a_cpu_stage_that_is_killed_ends_the_engine(driver: Driver, tmp_path: Path) -> None:
+    """Its recording has the devices as an engine takes them."""
+    with LLM(MODEL, device="CUDA,CPU", gpu_layers=1, record=tmp_path / "run.jsonl", **{**OPTIONS, "max_model_len": 128}) as llm:
         (pid,) = start(llm)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(RankError, match=r"rank 1 \(process \d+\) ended with code -9"):
             run_on(llm)
     assert not alive(pid)
+    again = config_of(read_run(str(tmp_path / "run.jsonl")), {})
+    assert (again.devices, again.gpu_layers, again.num_ranks) == (("CUDA", "CPU"), 1, 2)

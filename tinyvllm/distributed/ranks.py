@@ -167,7 +167,7 @@ class Ranks:
             if seconds > SILENT_SECONDS and not self._closing:
                 self._fail(f"rank {rank} (process {self._processes[rank - 1].pid}) hangs: no heartbeat for {seconds:.0f} s")
         if self._since and time.monotonic() - self._since > STEP_SECONDS:
-            self._fail(f"a rank hangs: a step took more than {STEP_SECONDS:.0f} s")
+            self._fail(f"a rank hangs: a step took more than {STEP_SECONDS:.0f} s (if it only is slow, lower --max-num-batched-tokens)")
 
     def close(self) -> None:
         """End the ranks. Again: nothing."""
