@@ -1,5 +1,7 @@
 """The runner on a real tiny checkpoint: dtypes, the pool's size and the longest sequence, the bytes of a step."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -87,15 +89,21 @@ def test_a_start_compiles_the_kernels_of_the_first_answers_in_the_order_of_their
     from tinyvllm.backends.cpu.call import CpuBackend
     from tinyvllm.backends.registry import usable_variants
     from tinyvllm.placement import Placement
+    from tinyvllm.runner.opened import open_model
+    from tinyvllm.runner.runner import Runner
+    from tinyvllm.sampling.parameters import SamplingFlags
 
     compiled = []
     monkeypatch.setattr(CpuBackend, "compile_ahead", lambda self, kernels, placement: compiled.extend(kernels))
-    runner(tiny_model, num_blocks=4)
+    config = EngineConfig(model=str(tiny_model), num_blocks=4)
+    Runner(config, "CPU", opened=replace(open_model(config, "CPU"), likely_draw=SamplingFlags(sampled=True, top_p=True)))
     if usable_variants(Placement("CPU"))[0] == "ref":
         pytest.skip("no kernels for this processor")
     stems = list(dict.fromkeys(kernel.stem for kernel in compiled))
     assert {"embed", "norm_head", "sample", "advance", "kv_copy"} <= set(stems)
     assert max(map(stems.index, ("embed", "norm_head"))) < stems.index("sample") < stems.index("advance") < stems.index("kv_copy")
+    draw = dict(next(kernel.defines for kernel in compiled if kernel.stem == "sample"))
+    assert (draw["SAMPLED"], draw["TOP_P"], draw["TOP_K"]) == (1, 1, 0)
 
 
 def test_a_start_on_the_reference_computes_nothing_ahead(tiny_model, monkeypatch):

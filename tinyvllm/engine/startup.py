@@ -6,6 +6,8 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cache.blocks import BlockPool
@@ -14,6 +16,7 @@ from tinyvllm.cache.snapshots import StateSnapshots
 from tinyvllm.config import EngineConfig, expand_home
 from tinyvllm.engine.drafter_memory import drafter_memory, log_division
 from tinyvllm.engine.prefix_store import PrefixStore
+from tinyvllm.engine.prompt import default_sampling_params
 from tinyvllm.engine.recurrent import fitted_to_states
 from tinyvllm.errors import ModelError, OutOfMemoryError
 from tinyvllm.host_memory import headroom, is_out_of_memory, megabytes
@@ -24,6 +27,7 @@ from tinyvllm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tinyvllm.runner.opened import OpenedModel
     from tinyvllm.runner.runner import Runner
+    from tinyvllm.sampling.parameters import SamplingFlags
 
 Progress = Callable[[int, int, str], None]
 log = logging.getLogger("tinyvllm")
@@ -47,6 +51,7 @@ def load_runner(config: EngineConfig, progress: Progress | None, opened: OpenedM
         with DEVICE_LOCK:
             opened = opened or open_model(config, config.device)
             config = fitted_to_states(config, opened.config.delta is not None)
+            opened = replace(opened, likely_draw=_likely_draw(opened.checkpoint.folder))
             drafter = drafter_memory(config, opened)
             runner = Runner(config, config.device, progress, opened, drafter)
     except OutOfMemoryError as error:
@@ -83,6 +88,16 @@ def log_devices(opened: OpenedModel, num_blocks: int) -> None:
         )  # fmt: skip
     if division.holds_all(num_blocks):
         log.warning("%s has memory for all layers: --device %s alone is faster", division.gpu.device, division.gpu.device)
+
+
+def _likely_draw(folder: Path) -> SamplingFlags:
+    """What a request without parameters of its own needs."""
+    from tinyvllm.sampling.parameters import SamplingFlags, flags_of
+
+    try:
+        return flags_of(default_sampling_params(folder))
+    except ModelError:  # said when the parameters are used
+        return SamplingFlags()
 
 
 def _planned(config: EngineConfig, opened: OpenedModel, free: int, limit: str) -> str:

@@ -21,6 +21,7 @@ from tinyvllm.placement import Placement
 from tinyvllm.runner.kv import KVPool
 from tinyvllm.runner.prepare import MIN_CHUNK, Shape, StepInputs, common_shapes
 from tinyvllm.sampling.draw import call_draw
+from tinyvllm.sampling.parameters import SamplingFlags
 
 _CHUNK, _DECODE = Shape(0, 1, MIN_CHUNK, MIN_CHUNK), Shape(1, 0, 0, 1)
 
@@ -45,16 +46,16 @@ class StepOutlines:
         self._model, self._pool, self._caches, self._constants, self._placement = model, pool, caches, constants, placement
         self._inputs_of, self._history_of = inputs_of, history_of
 
-    def compile_ahead(self, config: EngineConfig) -> None:
+    def compile_ahead(self, config: EngineConfig, draw: SamplingFlags) -> None:
         """Compile the hand-written kernels in the background, in the order of their first use, each step's with those that test them.
 
-        A chunk, a plainly sampled draw, a decode and what advances it, and the copy of blocks. The texts of some of CUDA's kernels
-        depend on the number of rows: there all shapes of the warm-up follow.
+        A chunk, a sampled draw with the filters of `draw`, a decode and what advances it, and the copy of blocks. The texts of some of
+        CUDA's kernels depend on the number of rows: there all shapes of the warm-up follow.
         """
         chunk, decode = self._inputs
         calls: list[Callable[[], None]] = [
             lambda: self._call_step(chunk),
-            lambda: self._call_draw(config.max_num_seqs),
+            lambda: self._call_draw(config.max_num_seqs, draw),
             lambda: self._call_step(decode),
             lambda: self._call_advance(decode),
             self._call_copy,
@@ -102,9 +103,9 @@ class StepOutlines:
 
     # the reference of these three would be computed here
 
-    def _call_draw(self, max_num_seqs: int) -> None:
+    def _call_draw(self, max_num_seqs: int, draw: SamplingFlags) -> None:
         if self._has_kernel("sample"):
-            call_draw(self._model.config.vocab_size, max_num_seqs, self._placement.device)
+            call_draw(self._model.config.vocab_size, max_num_seqs, self._placement.device, draw)
 
     def _call_advance(self, decode: StepInputs) -> None:
         if self._has_kernel("advance"):

@@ -25,6 +25,7 @@ from tinyvllm.runner.source import CheckpointSource, matrix_format, require_quan
 from tinyvllm.runner.split import Split, rank_group, shared_layout
 from tinyvllm.runner.weight_plan import WeightPlan
 from tinyvllm.runner.weights import WeightLoader
+from tinyvllm.sampling.parameters import SamplingFlags
 from tinyvllm.weights.checkpoint import Checkpoint, open_checkpoint, open_description
 from tinyvllm.weights.hub import resolve_model
 from tinyvllm.weights.imatrix import read_imatrix
@@ -53,6 +54,7 @@ class OpenedModel:
     whole: WeightOutline | AllWeights | None = None  # the weights of the model, where several ranks divide them
     division: Division | None = None  # of rank 0, where ranks are on several devices
     copies: int = 0  # bytes of the weights that other ranks hold once more, if they do not find them in the cache folder
+    likely_draw: SamplingFlags = SamplingFlags()  # what most requests will need, so that it is compiled with what precedes it
 
     @property
     def leads(self) -> bool:

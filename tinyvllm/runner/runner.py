@@ -129,7 +129,7 @@ class Runner:
         self._stage, self._divides = opened.stage, opened.split is not None
         rows = max_rows(config) * self.config.dim if opened.takes_stream else 0
         self._arrived = Tensor.empty(rows, dtype=dtypes.float32, device=device).contiguous().realize() if rows else None
-        self._is_first_start = False
+        self._is_first_start, self._likely_draw = False, opened.likely_draw
         self.kept_steps = kept_steps(self.placement, config, self._roots()) if config.num_ranks == 1 and opened.keeps_steps else None
         tested = self._test_kernels(config)
         self.self_test = tested if self.placement.is_cpu else packing + tested  # the CPU's grows with the steps
@@ -160,12 +160,12 @@ class Runner:
         if self.placement.is_cpu and captures_steps():
             report = test_before_first_run(self.placement)
             if needs is None:
-                self._outlines().compile_ahead(config)
+                self._outlines().compile_ahead(config, self._likely_draw)
             self._is_first_start = needs is None
             return report
         outlines = self._outlines()
         if needs is None and (self.placement.is_cpu or self.placement.is_cuda):
-            outlines.compile_ahead(config)
+            outlines.compile_ahead(config, self._likely_draw)
         collected: list[list[Need]] = [] if needs is None else [needs]
 
         def next_needs() -> list[Need]:

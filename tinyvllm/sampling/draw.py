@@ -24,11 +24,12 @@ class Tables:
     scratch_row: int
 
 
-def call_draw(V: int, neutral_row: int, device: str) -> None:
-    """Call the op of a plainly sampled draw, for the kernel that it needs (`collecting_kernels`)."""
+def call_draw(V: int, neutral_row: int, device: str, flags: SamplingFlags) -> None:
+    """Call the op of a sampled draw with the filters of `flags`, for the kernel that it needs (`collecting_kernels`)."""
     parameters = Tensor.empty(1, len(Column), dtype=dtypes.int32, device=device)
     count = Tensor.empty(1, dtype=dtypes.int32, device=device)
-    ops.draw(Tensor.empty(1, V, dtype=dtypes.float32, device=device), ops.DrawInputs(parameters, count, neutral_row, sampled=True))
+    inputs = ops.DrawInputs(parameters, count, neutral_row, sampled=True, top_k=flags.top_k, top_p=flags.top_p, min_p=flags.min_p)
+    ops.draw(Tensor.empty(1, V, dtype=dtypes.float32, device=device), inputs)
 
 
 class Draw:
