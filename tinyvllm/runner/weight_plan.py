@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
 from tinygrad.dtype import DType
 
 from tinyvllm.backends.registry import backend_for
 from tinyvllm.errors import ModelError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models.config import WeightRecipe
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, packed_in, tolerance_of

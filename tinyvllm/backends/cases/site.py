@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from tinyvllm.backends.cases.inputs import EPS, norm_weight
 from tinyvllm.backends.operands import KernelWeight, NormWeights
 from tinyvllm.batch import Batch, KVLayout, LayerCache
 from tinyvllm.bridge import alias, byte_spans, download, mapped
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant.codecs import bf16_to_f32, f32_to_bf16
 from tinyvllm.quant.formats import FORMATS, Layout
 from tinyvllm.quant.kv import KV_FORMATS, is_rotated, pack_blocks, rotate, unpack_blocks
