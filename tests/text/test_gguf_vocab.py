@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import numpy as np
@@ -107,12 +108,71 @@ def test_whole_words_before_merges() -> None:
     assert size not in tokenizer_from_gguf(metadata | {"tokenizer.ggml.pre": "gpt-2"}).encode("a zqxj")
 
 
-@pytest.mark.parametrize("pre", sorted(WORD_RULES))
+@pytest.mark.parametrize("pre", sorted(pre for pre, rules in WORD_RULES.items() if not rules.pieces))
 def test_every_pattern_compiles_and_loses_nothing(pre: str) -> None:
     tokenizer = tokenizer_from_gguf(gguf_of_byte_level(byte_level(), pre))
     for text in NASTY:
         expected = text if pre not in ("qwen2", "command-r") else __import__("unicodedata").normalize("NFC", text)
         assert tokenizer.decode(tokenizer.encode(text)).endswith(expected)
+
+
+@pytest.mark.parametrize(("pre", "words"), [
+    ("afmoe", "a|1|234|567| |12| |345| |6½"),
+    ("tiny_aya", "a|1|234|567| |12| |345| |123|4|x"),
+    ("superbpe", "a|1|234|567| |12| |345"),
+    ("spark2_5", "1|2|3|4"),
+    ("youtu", "漢字|、|カナ|한국|1|2"),
+    ("kimi-k2", "漢|カナ|123|4"),
+    ("minicpm5", "123|4"),
+    ("ufakzeka", "x|'ll"),
+    ("exaone-moe", "हिन्दी हिन्दी x| |1"),
+    ("viking", "a|(|b|1|2"),
+    ("chameleon", "IMGIMGABZ|(|(|1|2"),
+    ("laguna", "a|\n\n|b"),
+])  # fmt: skip
+def test_words_of_other_patterns(pre: str, words: str) -> None:
+    """A text is cut where the bars are."""
+    backend = tokenizer_from_gguf(gguf_of_byte_level(byte_level(), pre))._backend  # type: ignore[attr-defined]
+    text = words.replace("|", "")
+    cut = [text[start:end] for _, (start, end) in backend.pre_tokenizer.pre_tokenize_str(text)]
+    assert cut == words.split("|")
+
+
+def test_a_pattern_of_quadratic_time_is_limited() -> None:
+    for pre in ("tiny_aya", "superbpe"):
+        assert not tokenizer_from_gguf(gguf_of_byte_level(byte_level(), pre)).is_quick  # type: ignore[attr-defined]
+
+
+def test_merges_are_needed() -> None:
+    with pytest.raises(TokenizerError, match="merges is missing or empty"):
+        tokenizer_from_gguf({**gguf_of_byte_level(byte_level(), "kimi-k2"), "tokenizer.ggml.merges": []})
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "sarvam-moe"])
+def test_bpe_on_pieces_equals_its_source(kind: str) -> None:
+    """Gemma 4's vocabulary, and Sarvam's, which is a "gpt2" of another pattern: spaces are U+2581, unknown characters are bytes."""
+    reference = llama2_json(sentencepiece_model())
+    reference.normalizer = normalizers.Replace(" ", "\u2581")
+    reference.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    described = json.loads(reference.to_str())["model"]
+    tokens = sorted(described["vocab"], key=described["vocab"].__getitem__)
+    metadata = {
+        "tokenizer.ggml.model": "gemma4" if kind == "gemma4" else "gpt2",
+        "tokenizer.ggml.pre": "default" if kind == "gemma4" else kind,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if i < 3 else 6 if token.startswith("<0x") else 1 for i, token in enumerate(tokens)],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in described["merges"]],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+    tokenizer = tokenizer_from_gguf(metadata)
+    for text in NASTY:
+        ids = tokenizer.encode(text)
+        assert ids == [1] * (kind == "gemma4") + reference.encode(text, add_special_tokens=False).ids, text
+        stream = tokenizer.text_stream()
+        assert tokenizer.decode(ids) == reference.decode(ids) == "".join(map(stream.add, ids)) + stream.finish()
 
 
 def test_pattern_of_old_files() -> None:
@@ -244,7 +304,7 @@ def changed(metadata: dict[str, object], **changes: object) -> dict[str, object]
     [
         ({"model": "bert"}, "model is 'bert'; supported: 'llama', 'gpt2'"),
         ({"model": None}, "model is None"),
-        ({"pre": "viking"}, "pre is 'viking'.*known: .*llama-bpe.*qwen2"),
+        ({"pre": "jina-v2-de"}, "pre is 'jina-v2-de'.*known: .*llama-bpe.*qwen2"),
         ({"tokens": []}, "tokens is missing or empty"),
         ({"tokens": "abc"}, "tokens must be a list of str"),
         ({"tokens": [1, 2]}, "tokens must be a list of str"),

@@ -1,8 +1,9 @@
 """The tokenizer in a GGUF file, from the keys `tokenizer.*` of its metadata.
 
 `tokenizer.ggml.model` "gpt2" is a byte-level BPE, built with the library `tokenizers` and the word pattern that `tokenizer.ggml.pre` names;
-"llama" is a sentencepiece model, rebuilt and passed to sentencepiece. Rules that the metadata does not contain (BOS by default, end tokens
-by name, Phi-3's whitespace) are llama.cpp's; the patterns are those of the models' own tokenizers where both exist.
+"gemma4" is a BPE on pieces of text, built with the same library; "llama" is a sentencepiece model, rebuilt and passed to sentencepiece.
+Rules that the metadata does not contain (BOS by default, end tokens by name, Phi-3's whitespace) are llama.cpp's; the patterns are those of
+the models' own tokenizers where both exist.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tinyvllm.text.tokenizer import Tokenizer, TokenizerSettings, unique
 from tinyvllm.text.word_rules import WORD_RULES, WordRules
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type, the same numbers as sentencepiece's
+_SPACE = "\u2581"  # in pieces of text
 _BPE = 2  # sentencepiece's TrainerSpec.ModelType
 _SOURCE = "GGUF tokenizer"
 _KEY = "tokenizer.ggml."
@@ -26,7 +28,7 @@ _KEY = "tokenizer.ggml."
 _PRE_BY_ARCHITECTURE = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen2moe": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2"}
 _USUAL_PRE = ("deepseek-v3", "gpt-2", "gpt-4o", "llama-bpe", "qwen2", "tekken")
 _END_TOKENS = frozenset(
-    ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<EOT>", "_<EOT>")
+    ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<EOT>", "_<EOT>", "<turn|>")
 )
 _HARMONY_ENDS = ("<|return|>", "<|call|>")  # of an answer; there <|end|> ends one of its messages
 _PHI3_KEEPS_WHITESPACE = ("<unk>", "<s>", "<|endoftext|>")
@@ -35,7 +37,7 @@ _PHI3_KEEPS_WHITESPACE = ("<unk>", "<s>", "<|endoftext|>")
 def build_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
     """The tokenizer that the metadata describes; TokenizerError names the key that is missing or invalid."""
     kind = _name(metadata, _KEY + "model")
-    builders = {"llama": _build_sentencepiece, "gpt2": _build_bpe}
+    builders = {"llama": _build_sentencepiece, "gpt2": _build_bpe, "gemma4": _build_bpe}
     if kind not in builders:
         raise TokenizerError(f"{_SOURCE}: {_KEY}model is {quoted(kind)}; supported: {', '.join(map(repr, builders))}")
     return builders[kind](_Vocabulary(metadata))
@@ -91,7 +93,7 @@ class _Vocabulary:
             )
         return value
 
-    def settings(self, add_bos: bool, default_bos: int | None, default_eos: int | None) -> TokenizerSettings:
+    def settings(self, add_bos: bool, default_bos: int | None, default_eos: int | None, *, needs_bos: bool = False) -> TokenizerSettings:
         bos, eos = self.special_id("bos", default_bos), self.special_id("eos", default_eos)
         ends = _END_TOKENS
         if all(token in self.ids for token in _HARMONY_ENDS):
@@ -101,7 +103,7 @@ class _Vocabulary:
         return TokenizerSettings(
             bos_id=bos,
             eos_ids=unique([eos, self.special_id("eot"), self.special_id("eom"), *end_ids]),
-            prefix_ids=(bos,) if bos is not None and self.flag("add_bos_token", add_bos) else (),
+            prefix_ids=(bos,) if bos is not None and (self.flag("add_bos_token", add_bos) or needs_bos) else (),
             suffix_ids=(eos,) if eos is not None and self.flag("add_eos_token", False) else (),
             special_tokens={name: self.tokens[i] for name, i in named.items() if i is not None},
             chat_templates=self._chat_templates(),
@@ -124,23 +126,34 @@ def _build_bpe(vocabulary: _Vocabulary) -> Tokenizer:
 
     rules = _word_rules(vocabulary.metadata)
     merges = [tuple(merge.split(" ", 1)) for merge in vocabulary.list_of("merges", str)]
+    if not merges:
+        raise TokenizerError(f"{_SOURCE}: {_KEY}merges is missing or empty, without which no word can be encoded; convert the model again")
     used = {token: i for i, token in enumerate(vocabulary.tokens) if vocabulary.types[i] != UNUSED}
+    unknown = vocabulary.special_id("unknown") if rules.pieces else None
+    unk = {} if unknown is None else {"unk_token": vocabulary.tokens[unknown], "fuse_unk": True}
     try:
-        backend = Backend(models.BPE(vocab=used, merges=merges, ignore_merges=rules.whole_words))
+        backend = Backend(models.BPE(vocab=used, merges=merges, ignore_merges=rules.whole_words, byte_fallback=rules.pieces, **unk))
     except Exception as error:  # the library raises plain Exception for everything
         raise TokenizerError(f"{_SOURCE}: {_KEY}merges does not match {_KEY}tokens ({error})") from error
     if rules.nfc:
         backend.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in rules.patterns]
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    backend.decoder = decoders.ByteLevel()
+    splits: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in rules.patterns]
+    if rules.pieces:
+        backend.normalizer = normalizers.Replace(" ", _SPACE)
+        backend.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    else:
+        splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        backend.decoder = decoders.ByteLevel()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
     added = [token for token, i in used.items() if vocabulary.types[i] in (UNKNOWN, CONTROL, USER_DEFINED)]
     backend.add_tokens([as_library_token(token, vocabulary.types[used[token]] != USER_DEFINED) for token in added])
-    return HuggingFaceTokenizer(backend, vocabulary.settings(rules.add_bos, None, None), _SOURCE)
+    return HuggingFaceTokenizer(backend, vocabulary.settings(rules.add_bos, None, None, needs_bos=rules.needs_bos), _SOURCE)
 
 
 def _word_rules(metadata: Mapping[str, object]) -> WordRules:
     name = _name(metadata, _KEY + "pre")
+    if metadata.get(_KEY + "model") == "gemma4":
+        name = "gemma4"  # its own kind of vocabulary; files name other patterns or none
     if name is None:
         name = _PRE_BY_ARCHITECTURE.get(_name(metadata, "general.architecture") or "")
     if name not in WORD_RULES:

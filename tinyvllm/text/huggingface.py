@@ -117,7 +117,7 @@ def _patterns_in(value: object) -> Iterator[str]:
 @cache
 def _known_patterns() -> frozenset[str]:
     """Patterns of published models, whose time grows with the length of the text."""
-    return frozenset(pattern for rules in WORD_RULES.values() for pattern in rules.patterns)
+    return frozenset(pattern for rules in WORD_RULES.values() if rules.linear for pattern in rules.patterns)
 
 
 class _Decoder:

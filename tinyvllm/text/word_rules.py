@@ -42,6 +42,40 @@ _DEEPSEEK_LETTERS = (  # cased letters; written as escapes, since some look like
 )
 _DEEPSEEK_PUNCTUATION = "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_SPARK = (
+    _DEEPSEEK3[0],
+    _DEEPSEEK3[1],
+    _DEEPSEEK3[2].replace(r"[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|", r"[\p{P}\p{S}]+|[\r\n]|"),
+    r"\p{N}",
+)
+_YOUTU = (
+    "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+|"
+    "[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    _O200K.replace("{1,3}", ""),
+)
+_AFMOE = (  # digits in threes counted from the right: of a run of digits what is left over, then threes
+    r"\p{N}+",
+    r"\A\p{N}{1,2}(?=(?:\p{N}{3})+\z)",
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff"
+    "\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+",
+    _DEEPSEEK3[2],
+)
+_NO_HAN = _O200K.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"[\r\n/]*", r"[\r\n]*")
+_JAIS2 = (
+    _LLAMA3.removesuffix(r"\s+(?!\S)|\s+") + "|".join(rf"\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4, "1,2")) + r"|\s{1}"
+)
+_EXAONE_MOE = _QWEN2.replace(r"\p{L}+|", r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|").replace(r"[\r\n]*|\s*[\r\n]+", r"[\r\n/]?|\s*[\r\n]")
+_CHAMELEON = (
+    "<sentinel:[0-9]+>",
+    "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+    r"([\t\n]|    |  )",
+    r"\p{N}",
+    r"[\p{P}!-/:-@\[-`{-~]",
+    _GPT2,
+)
+_BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+_LINES = r"[^\n]+|\n+"
 
 
 @dataclass(frozen=True)
@@ -49,12 +83,18 @@ class WordRules:
     """How text is split into words before BPE: patterns applied one after the other, and other rules that the name implies.
 
     whole_words: a word that is a token is used whole, regardless of the merges.
+    needs_bos: a BOS is added whatever the file says.
+    pieces: tokens are pieces of text as sentencepiece has them, with U+2581 for spaces and <0x00> for bytes that are in no piece.
+    linear: the time of the patterns grows with the length of the text; else calls are limited in time, as with unknown patterns.
     """
 
     patterns: tuple[str, ...]
     whole_words: bool = False
     add_bos: bool = False
+    needs_bos: bool = False
     nfc: bool = False
+    pieces: bool = False
+    linear: bool = True
 
 
 WORD_RULES: dict[str, WordRules] = {
@@ -76,15 +116,34 @@ WORD_RULES: dict[str, WordRules] = {
     "starcoder": WordRules((r"\p{N}", _GPT2)),
     "refact": WordRules((r"\p{N}", _GPT2)),
     "command-r": WordRules((r"\p{N}", _GPT2), nfc=True),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), WordRules((_O200K,))),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2", "talkie"), WordRules((_O200K,))),
     **dict.fromkeys(("falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), WordRules((_LLAMA3,), whole_words=True, add_bos=True)),
     **dict.fromkeys(("glm4", "glm5"), WordRules((_LLAMA3,), whole_words=True)),
-    **dict.fromkeys(("olmo", "phi-2", "jais", "gigachat", "mellum", "a.x-4.0", "exaone4", "granite-docling"), WordRules((_GPT2,))),
+    **dict.fromkeys(
+        ("olmo", "phi-2", "jais", "gigachat", "mellum", "a.x-4.0", "exaone4", "granite-docling", "trillion"), WordRules((_GPT2,))
+    ),
     **dict.fromkeys(("codeshell", "exaone", "minerva-7b", "mellum2"), WordRules((r"\p{N}", _GPT2))),
     **dict.fromkeys(("hunyuan", "kormo", "megrez", "grok-2", "solar-open"), WordRules((_QWEN2,))),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), WordRules(_DEEPSEEK3)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), WordRules(_DEEPSEEK3)),
     **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), WordRules((_BAILING,))),
     "seed-coder": WordRules((_SEED,)),
     "deepseek-llm": WordRules((r"[\r\n]", rf"\s?[{_DEEPSEEK_LETTERS}]+", rf"\s?[{_DEEPSEEK_PUNCTUATION}]+", r"\s+$", _CJK, r"\p{N}+")),
+    "chatglm-bpe": WordRules((_LLAMA3,)),
+    "minicpm5": WordRules((r"\p{N}{1,3}", _WORDS % r"\p{N}+"), whole_words=True),
+    "jais-2": WordRules((_JAIS2,)),
+    "ufakzeka": WordRules((_QWEN2.removeprefix(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"),)),
+    "laguna": WordRules((_LINES, _QWEN2)),
+    "exaone-moe": WordRules((_EXAONE_MOE,)),
+    "spark2_5": WordRules(_SPARK),
+    "youtu": WordRules(_YOUTU, whole_words=True),
+    "kimi-k2": WordRules((rf"\p{{Han}}+|{_NO_HAN}",)),
+    "afmoe": WordRules(_AFMOE),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), WordRules((r"\d{1,3}(?=(?:\d{3})*\b)", _O200K), linear=False)),
+    "superbpe": WordRules((r"\p{N}+", r"(?=(\d{3})+(?!\d))"), linear=False),
+    "chameleon": WordRules(_CHAMELEON, add_bos=True),
+    **dict.fromkeys(("bloom", "gpt3-finnish", "poro-chat"), WordRules((_BLOOM,))),
+    "viking": WordRules((_BLOOM, r"\p{N}")),
+    "gemma4": WordRules((_LINES,), add_bos=True, needs_bos=True, pieces=True),
+    "sarvam-moe": WordRules((_LINES,), pieces=True),
     "deepseek-coder": WordRules((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
 }
