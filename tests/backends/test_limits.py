@@ -98,7 +98,11 @@ def runs(kind: str, stem: str, f: ShapeFacts) -> bool:
     if stem == "sample":
         return kind == "CPU" or f.vocabulary <= 1 << 18
     if stem in ("attention_decode", "attention_prefill"):
-        fits = heads and 32 <= f.head_dim <= 256 and (kind == "METAL" or f.cache_format != "KV_INT4" or f.head_dim % 32 == 0)
+        fits = (
+            heads
+            and 32 <= f.head_dim <= (512 if kind == "CPU" else 256)
+            and (kind == "METAL" or f.cache_format != "KV_INT4" or f.head_dim % 32 == 0)
+        )
         if kind != "CPU":
             fits = (
                 fits

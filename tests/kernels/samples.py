@@ -231,6 +231,17 @@ def norm_qkv_rope_store(weight: str, target: str, T: int = 5, E: int = 64, H: in
     return kernel("norm_qkv_rope_store", target, 4, outs + ins, **sizes, NORM=0, BIAS=1, QK_NORM=1, EPS=1e-5, QK_EPS=1e-6)
 
 
+def norm_q_rope(target: str, parts: int, T: int = 5, E: int = 64, H: int = 4, K: int = 2, D: int = 48) -> Call:
+    """With values that are the keys, or those of another layer."""
+    S, P, O, weight = 8, 3, (H + (parts - 1) * K) * D, "Q4_0"
+    outs = [blank(T, H, D), blank(P, 2, K, S, D, dtype="uint16") if parts > 1 else blank(1), blank(1), prepared(weight, target, T, E)]
+    norms = [floats(D) for _ in range(parts)]
+    ins = [floats(T, E), floats(E), panels(weight, O, E), *norms, floats(T, D), int32(23, 0, 7, 8, 9), int32(T)]
+    sizes = {"E": E, "H": H, "K": K, "D": D, "S": S, "R": D, "MAIN": O // D, "SECOND": 0, "WEIGHT": weight, "CACHE_TYPE": "BF16"}
+    sizes |= {"PROJECTIONS": parts, "VALUE_NORM": 1, "BIAS": 0, "QK_NORM": 1, "NORM": 0}
+    return kernel("norm_qkv_rope_store", target, 4, outs + ins, **sizes, EPS=1e-5, QK_EPS=1e-6)
+
+
 def norm_head(weight: str, target: str, T: int = 5, N: int = 3, E: int = 64, V: int = 50) -> Call:
     outs = [blank(N, V), blank(N, dtype="int32"), prepared(weight, target, N, E)]
     ins = [floats(T, E), floats(E), floats(E), panels(weight, V, E), int32(4, 0, 2), int32(N)]
@@ -374,6 +385,8 @@ def _samples() -> dict[str, Callable[[str], Call]]:
             samples[f"{make.__name__} {weight}"] = functools.partial(make, weight)
     for format, weighted in (("Q8_0", 0), ("Q4_1", 1), ("Q2_K", 0), ("Q3_K", 0), ("Q5_K", 1), ("IQ4_NL", 0), ("Q6_K", 1)):
         samples[f"quantize {format}"] = functools.partial(quantize, format, weighted=weighted)
+    for parts in (1, 2):
+        samples[f"norm_qkv_rope_store of {parts} parts"] = functools.partial(norm_q_rope, parts=parts)
     samples["lora_bias"] = lora_bias
     samples["lora_bias without norm"] = functools.partial(lora_bias, norm=False)
     samples["gated_delta"] = gated_delta

@@ -140,6 +140,39 @@ def test_a_gguf_file_with_one_matrix_for_keys_and_values(tmp_path: Path) -> None
     assert greedy(open_model(tmp_path / "model.gguf"), golden) == [prompt.tokens for prompt in golden]
 
 
+def experts_apart(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As the first GGUF files of Mixtral have them."""
+    found = {}
+    for name, value in tensors.items():
+        each = {name.replace("_exps.", f".{expert}."): matrix for expert, matrix in enumerate(value)} if "_exps." in name else {name: value}
+        found |= each
+    return found
+
+
+def gate_and_up_in_one(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As llama.cpp's converter writes them where it fuses them."""
+    found = {name: value for name, value in tensors.items() if "ffn_gate_exps" not in name and "ffn_up_exps" not in name}
+    gates = {name: value for name, value in tensors.items() if "ffn_gate_exps" in name}
+    joined = {name: np.concatenate([value, tensors[name.replace("gate", "up")]], axis=1) for name, value in gates.items()}
+    return found | {name.replace("ffn_gate_exps", "ffn_gate_up_exps"): value for name, value in joined.items()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "kind", "layout"),
+    [("mixtral", "F32", experts_apart), ("mixtral", "Q8_0", experts_apart), ("qwen3moe", "Q8_0", gate_and_up_in_one)],
+)
+def test_other_layouts_of_experts_in_gguf(name: str, kind: str, layout: Callable[..., dict[str, np.ndarray]], tmp_path: Path) -> None:
+    """The same tokens as with the experts of a layer in three tensors."""
+    folder, architecture, golden = GOLDEN / name, FAMILIES[name].gguf or "", read_golden(name)
+    tensors = gguf_tensors(read_folder(folder), json.loads((folder / "config.json").read_text()), architecture)
+    write_gguf(folder, tmp_path / "usual.gguf", architecture, kind, tensors=tensors)
+    write_gguf(folder, tmp_path / "other.gguf", architecture, kind, tensors=layout(tensors))
+    usual, other = open_model(tmp_path / "usual.gguf"), open_model(tmp_path / "other.gguf")
+    assert other.engine.runner.weight_formats == usual.engine.runner.weight_formats
+    assert greedy(other, golden) == greedy(usual, golden) and (kind != "F32" or greedy(other, golden) == [each.tokens for each in golden])
+
+
 @pytest.mark.long
 def test_experts_of_a_layer_in_one_tensor(tmp_path: Path) -> None:
     """As Qwen3.5 is published, with a layer for drafts, which is not read."""

@@ -126,6 +126,14 @@ def test_capped_scores(monkeypatch, variant):
     assert {choice.variant for choice in registry.choices()} == {variant}
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_wide_heads_of_gemma4(monkeypatch, variant):
+    force(monkeypatch, variant, variant)
+    step = Step([20, 300], [(290, 20)], 2, D=512, S=16, M=20, P=60)
+    np.testing.assert_allclose(step.attend(), step.expected(), atol=2e-6)
+    assert {choice.variant for choice in registry.choices()} == {variant}
+
+
 SINKS = np.array([0.5, -2.0, 60.0, -60.0, 1.0, 2.0], np.float32)  # also far above all scores and far below
 
 
@@ -206,7 +214,7 @@ def test_contexts_of_several_partitions(monkeypatch, window, variant):
     np.testing.assert_allclose(step.attend(window), step.expected(window), atol=2e-6)
 
 
-@pytest.mark.parametrize("D", [16, 40, 272])
+@pytest.mark.parametrize("D", [16, 40, 528])
 def test_what_the_kernels_cannot_do_goes_to_the_reference(monkeypatch, D):
     monkeypatch.delenv("TINYVLLM_KERNELS", raising=False)
     registry.forget_choices()

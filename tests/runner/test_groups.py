@@ -15,8 +15,13 @@ from tinyvllm.speculative import SpeculativeConfig
 FIVE_TO_ONE = (16, 16, 16, 16, 16, 0)
 
 
-def model(windows: tuple[int, ...]) -> ModelConfig:
-    return cast(ModelConfig, SimpleNamespace(windows=windows, num_blocks=len(windows) or 2, delta_layers=()))
+def model(
+    windows: tuple[int, ...], full: tuple[int, int] = (2, 64), windowed: tuple[int, int] | None = None, shared: int = 0
+) -> ModelConfig:
+    """`full` and `windowed` are key/value heads and features of a head; the last `shared` layers read the keys and values of others."""
+    layers, (heads, width) = len(windows) or 2, full
+    return cast(ModelConfig, SimpleNamespace(windows=windows, num_blocks=layers, delta_layers=(), kv_layers=layers - shared,
+                n_kv_heads=heads, head_dim=width, window_heads=windowed))  # fmt: skip
 
 
 @pytest.mark.parametrize("windows, options, expected", [
@@ -62,3 +67,24 @@ def test_one_group_holds_every_block_and_says_why(options: dict[str, Any], conte
     groups = layer_groups(EngineConfig("m", **options), model(FIVE_TO_ONE), context)
     assert groups.blocks.count == 1 and not groups.blocks.window.tokens and groups.size == 6
     assert why in groups.kept and bool(why) == bool(groups.kept)
+
+
+SIX = (16,) * 5 + (0,)
+
+
+@pytest.mark.parametrize("windows, full, windowed, shared, members, parts", [
+    (SIX * 5, (2, 512), (8, 256), 0, [5, 4, 4, 4, 4, 4, 4, 1], (2, *(1,) * 7)),  # Gemma 4 26B A4B, with empty places
+    ((16, 16, 16, 16, 0) * 7, (1, 512), (1, 256), 20, [3, 6, 6], (1, 2, 2)),  # E2B
+    (SIX * 7, (2, 512), (2, 256), 18, [4, 8, 8, 4], (1, 2, 2, 2)),  # E4B
+])  # fmt: skip
+def test_smaller_layers_share_a_place(windows, full, windowed, shared, members, parts) -> None:  # noqa: ANN001
+    groups = layer_groups(EngineConfig("m"), model(windows, full, windowed, shared), 32768)
+    assert [len(each) for each in groups.layers] == members and groups.parts == parts
+    assert groups.size == max(-(-count // part) for count, part in zip(members, parts, strict=True))
+    assert sorted(layer for each in groups.layers for layer in each) == list(range(len(windows) - shared))
+
+
+def test_blocks_without_a_common_size_are_kept() -> None:
+    for kind, windowed in (("int8", (8, 256)), ("auto", (3, 256))):
+        groups = layer_groups(EngineConfig("m", kv_cache_dtype=kind), model(SIX, (2, 512), windowed), 32768)
+        assert groups.blocks.count == 1 and "no common size" in groups.kept

@@ -387,15 +387,16 @@ def test_each_group_of_layers_has_its_blocks():
 
     entries = [grouped_entry(1, 20, 19, 1), grouped_entry(2, 40, 4, 30)]
     singles, chunks = split(Schedule(entries))
-    inputs = StepInputs(shape_of(singles, chunks), M, "CPU", groups=2)
+    inputs = StepInputs(shape_of(singles, chunks), M, "CPU", parts=(1, 3))
     assert inputs.fill(singles, chunks, S) == 3, "rows of the longest table"
     batch = inputs.batch(3)
     decodes = batch.num_decodes
-    for group, each in enumerate((batch, *batch.others)):
+    for group, (each, parts) in enumerate(zip((batch, *batch.others), (1, 3), strict=True)):
+        first, second, third, fourth, fifth = (parts * (number + group) for number in (30, 32, 40, 42, 44))
         tables, slots = download(each.block_tables), download(each.slots)
-        assert tables[0, :2].tolist() == [30 + group, 32 + group] and tables[decodes, :3].tolist() == [40 + group, 42 + group, 44 + group]
-        assert slots[0] == (32 + group) * S + 3 and set(slots[1:decodes].tolist()) == {NO_SLOT}
-        blocks = [40 + group] * 12 + [42 + group] * 16 + [44 + group] * 2
+        assert tables[0, :2].tolist() == [first, second] and tables[decodes, :3].tolist() == [third, fourth, fifth]
+        assert slots[0] == second * S + 3 and set(slots[1:decodes].tolist()) == {NO_SLOT}
+        blocks = [third] * 12 + [fourth] * 16 + [fifth] * 2
         assert slots[decodes : decodes + 30].tolist() == [blocks[i] * S + (4 + i) % S for i in range(30)]
         assert (download(each.tokens) == download(batch.tokens)).all() and not each.others or each is batch
 
@@ -405,14 +406,14 @@ def test_a_reused_step_copies_the_new_row_of_each_group(uploads):
     from tinyvllm.runner.prepare import Shape, StepInputs
 
     scheduled = grouped_entry(1, 60, 31, 1)
-    inputs = StepInputs(Shape(1, 0, 0, 1), M, "CPU", groups=2)
+    inputs = StepInputs(Shape(1, 0, 0, 1), M, "CPU", parts=(1, 2))
     inputs.fill([scheduled], [], S)
     inputs.mark_advanced(1)
     scheduled.start, scheduled.sequence.block_table = 32, scheduled.sequence.block_table
     scheduled.sequence.block_table += [77, 88]
     uploads.clear()
     assert inputs.reuse([scheduled], S) == 3 and uploads == [1] * 4
-    for each, block in zip((inputs.batch(3), *inputs.batch(3).others), (77, 88), strict=True):
+    for each, block in zip((inputs.batch(3), *inputs.batch(3).others), (77, 2 * 88), strict=True):
         assert download(each.block_tables)[0, 2] == block and download(each.slots)[0] == block * S
 
 
@@ -421,7 +422,7 @@ def test_prefixes_are_shared_group_by_group():
 
     ours, theirs = grouped_entry(1, 60, 40, 1), grouped_entry(2, 60, 40, 1)
     theirs.sequence.block_table[0::2] = [*ours.sequence.block_table[0:4:2], 99]  # both full rows in group 0, none in group 1
-    inputs = StepInputs(Shape(2, 0, 0, 1), M, "CPU", groups=2)
+    inputs = StepInputs(Shape(2, 0, 0, 1), M, "CPU", parts=(1, 1))
     inputs.fill([ours, theirs], [], S)
     first, second = (group.shared.tolist() for group in inputs._of_groups)
     assert first == [0, 2 * S] and second == [0, 0]

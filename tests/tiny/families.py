@@ -74,7 +74,9 @@ def _rope(theta: float, **more: Any) -> dict[str, Any]:
 
 
 def _family(kind: str, config: dict[str, Any], **how: Any) -> Family:
-    return Family(_CLASSES[kind], kind + ("TextConfig" if kind in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else "Config"), config, **how)
+    return Family(
+        _CLASSES[kind], kind + ("TextConfig" if kind in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else "Config"), config, **how
+    )
 
 
 _CLASSES = {
@@ -105,6 +107,7 @@ _CLASSES = {
     "Glm4": "Glm4ForCausalLM",
     "Gemma2": "Gemma2ForCausalLM",
     "Gemma3": "Gemma3ForCausalLM",
+    "Gemma4": "Gemma4ForCausalLM",
     "GPT2": "GPT2LMHeadModel",
     "DeepseekV2": "DeepseekV2ForCausalLM",
     "DeepseekV3": "DeepseekV3ForCausalLM",
@@ -130,6 +133,18 @@ _GPT_OSS = _llama(
     num_experts_per_tok=3,
     sliding_window=16,
     rope_parameters=_YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+)
+
+_GEMMA4 = _llama(
+    head_dim=32,
+    global_head_dim=64,
+    sliding_window=16,
+    final_logit_softcapping=6.0,
+    tie_word_embeddings=True,
+    rope_parameters={
+        "full_attention": _rope(1000000.0, rope_type="proportional", partial_rotary_factor=0.25),
+        "sliding_attention": _rope(10000.0),
+    },
 )
 
 FAMILIES: dict[str, Family] = {
@@ -236,6 +251,38 @@ FAMILIES: dict[str, Family] = {
             },
         ),
         gguf="gemma3",
+    ),
+    # E2B: inputs of layers, last layers that read the keys and values of others
+    "gemma4": _family(
+        "Gemma4",
+        _GEMMA4
+        | {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": 256,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+        gguf="gemma4",
+    ),
+    # 26B A4B: values that are keys, experts next to the MLP
+    "gemma4moe": _family(
+        "Gemma4",
+        _GEMMA4
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "num_key_value_heads": 4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        gguf="gemma4",
     ),
     "gpt2": _family("GPT2", _GPT2, store="float32", gguf="gpt2"),
     "ernie4.5": _family("Ernie4_5", _llama(head_dim=16, rope_parameters=_rope(500000.0), tie_word_embeddings=True), gguf="ernie4_5"),

@@ -21,7 +21,7 @@ transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)  # models this small only wait for the other threads
 
 GAP = 5e-3  # least distance of the best logit from the second at every greedy step: 1e-3 is float noise's, with room
-_NORMS_AT_0 = ("Gemma", "Qwen3Next", "Qwen3_5")  # whose weights are stored as 1 less
+_NORMS_AT_0 = ("Gemma2", "Gemma3", "Qwen3Next", "Qwen3_5")  # whose weights are stored as 1 less
 DISTINCT = 12  # least number of different tokens among the greedy ones of a prompt
 
 
@@ -50,6 +50,8 @@ def write_checkpoint(family: Family, seed: int, folder: Path) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
     model.to(getattr(torch, family.store))
     size = {"max_shard_size": family.shard_bytes} if family.shard_bytes else {}
     model.save_pretrained(folder, **size)

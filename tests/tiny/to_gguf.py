@@ -55,6 +55,18 @@ _OTHER_NORMS = {  # by architecture: norms that the same names in Hugging Face's
     "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), {"post_attention_layernorm": "post_attention_norm"}),
     "glm4moe": {"post_attention_layernorm": "post_attention_norm"},
+    "gemma4": {
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2",
+        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
+        "router.proj": "ffn_gate_inp",
+    },
     "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
     "gemma": {
         "post_attention_layernorm": "post_attention_norm",
@@ -65,6 +77,11 @@ _OTHER_NORMS = {  # by architecture: norms that the same names in Hugging Face's
 _WHOLE = {  # names without a kind of their own
     "self_attn.sinks": "attn_sinks.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
 }
 _INTERLEAVED = (
@@ -78,6 +95,9 @@ _NORMS_AT_0 = ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
 _TOP = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
     "lm_head": "output",
     "transformer.wte": "token_embd",
     "transformer.wpe": "position_embd",
@@ -116,7 +136,9 @@ def gguf_tensors(tensors: dict[str, np.ndarray], config: dict[str, Any], arch: s
         if fused := _fused(name, value):
             out |= fused
             continue
-        if ".experts." in name:  # model.layers.N.mlp.experts.E.gate_proj.weight; of Mixtral block_sparse_moe, and w1
+        if (
+            ".mlp.experts." in name or ".block_sparse_moe.experts." in name
+        ):  # model.layers.N.mlp.experts.E.gate_proj.weight; of Mixtral block_sparse_moe, and w1
             _, _, layer, _, _, expert, part, _ = name.split(".")
             part = {"w1": "gate", "w2": "down", "w3": "up"}.get(part) or part.removesuffix("_proj")
             experts.setdefault(f"blk.{layer}.ffn_{part}_exps.weight", {})[int(expert)] = value
@@ -222,8 +244,21 @@ def _head_dim(config: dict[str, Any]) -> int:
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
+def _of_full_layers(config: dict[str, Any], key: str) -> int:
+    """A number of Gemma 4's layers without a window."""
+    last = config["per_layer_config"][max(config["per_layer_config"])]
+    return int(last.get(key, config.get(key)))
+
+
+def _full_head_dim(config: dict[str, Any]) -> int:
+    return _of_full_layers(config, "head_dim")
+
+
 def _rope_tensors(config: dict[str, Any]) -> dict[str, np.ndarray]:
     rope = config.get("rope_parameters") or {}
+    if config["model_type"] == "gemma4_text":  # what is not rotated is rotated by no angle
+        pairs, share = _full_head_dim(config) // 2, rope["full_attention"]["partial_rotary_factor"]
+        return {"rope_freqs.weight": np.where(np.arange(pairs) < int(share * pairs), 1, 1e30).astype(np.float32)}
     if rope.get("rope_type") == "longrope":
         return {f"rope_factors_{kind}.weight": np.array(rope[f"{kind}_factor"], np.float32) for kind in ("short", "long")}
     if rope.get("rope_type") == "llama3":
@@ -301,6 +336,7 @@ def _write_parameters(writer: Any, config: dict[str, Any]) -> None:
         ("n_routed_experts", writer.add_expert_count),
         ("moe_num_experts", writer.add_expert_count),
         ("num_experts_per_tok", writer.add_expert_used_count),
+        ("top_k_experts", writer.add_expert_used_count),
         ("moe_k", writer.add_expert_used_count),
         ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
         ("shared_intermediate_size", writer.add_expert_shared_feed_forward_length),
@@ -326,6 +362,8 @@ def _write_parameters(writer: Any, config: dict[str, Any]) -> None:
     if config["model_type"] == "phi3" or (config["model_type"] == "mistral" and config["sliding_window"]):
         writer.add_sliding_window(config["sliding_window"] or 0)
     _write_policies(writer, config)
+    if config["model_type"] == "gemma4_text":
+        _write_gemma4(writer, config)
     if "linear_num_key_heads" in config:
         _write_delta(writer, config)
     if "kv_lora_rank" in config:
@@ -360,6 +398,28 @@ def _write_policies(writer: Any, config: dict[str, Any]) -> None:
         writer.add_sliding_window(config["sliding_window"])
         if config["model_type"] != "gemma2":
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+
+
+def _write_gemma4(writer: Any, config: dict[str, Any]) -> None:
+    kinds, full, width = config["layer_types"], _full_head_dim(config), config["head_dim"]
+    windowed, shared = [kind == "sliding_attention" for kind in kinds], config["num_kv_shared_layers"]
+    writer.add_key_length(full)
+    writer.add_value_length(full)
+    writer.add_key_length_swa(width)
+    writer.add_value_length_swa(width)
+    writer.add_rope_dimension_count(full)
+    writer.add_rope_dimension_count_swa(width)
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    heads = config["num_key_value_heads"], _of_full_layers(config, "num_key_value_heads")
+    if heads[0] != heads[1]:
+        writer.add_head_count_kv([heads[0] if window else heads[1] for window in windowed])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(windowed)
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    if config["use_double_wide_mlp"]:
+        own = config["intermediate_size"]
+        writer.add_feed_forward_length([own * (1 + (layer >= len(kinds) - shared)) for layer in range(len(kinds))])
 
 
 def _write_delta(writer: Any, config: dict[str, Any]) -> None:

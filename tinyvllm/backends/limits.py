@@ -24,6 +24,7 @@ class ShapeFacts:
     row_bias         each row has a bias of its own, as adapters make it
     output_norm, output_scale  the outputs are normed, or scaled, before the residual is added
     whole_qk_norm    the q/k norms are over all heads at once
+    other_values     values are normed, are the keys, or are those of another layer
     cap              scores, or logits, are capped
     sinks            heads have sinks: one more score each, without a value
     experts          of a mixture
@@ -49,6 +50,7 @@ class ShapeFacts:
     output_norm: bool = False
     output_scale: bool = False
     whole_qk_norm: bool = False
+    other_values: bool = False
     cap: bool = False
     sinks: bool = False
     scaled: bool = False
@@ -178,6 +180,7 @@ one_bias = without("row_bias", "a bias of each row, which adapters make")
 no_sinks = without("sinks", "sinks")
 grouped_rows = without("ungrouped", "experts that norm_route has not chosen")
 norm_by_head = without("whole_qk_norm", "norms of q and k over all heads at once")
+own_values = without("other_values", "values that are normed, that are the keys, or that another layer has")
 
 
 def tiles_only(facts: ShapeFacts) -> str | None:

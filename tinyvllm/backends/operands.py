@@ -71,6 +71,9 @@ class NormWeights:
 class QKV:
     """The weight [(H + 2K) D, E], rows of q, then k, then v; its bias, [T, (H + 2K) D] where each row has its own, or
     None; the q/k norms [D] of Qwen3 or None.
+
+    `parts` are 3, 2 where the rows of k are also those of v, which is then neither rotated nor normed by k_norm, or 1 for q alone. With
+    `value_norm` each head of v is normed by RMS, without a weight (Gemma 4).
     """
 
     weight: Weight
@@ -78,6 +81,8 @@ class QKV:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     qk_eps: float = 1e-6
+    parts: int = 3
+    value_norm: bool = False
 
 
 @dataclass(frozen=True, eq=False)

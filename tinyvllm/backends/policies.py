@@ -69,6 +69,12 @@ def row_bias(bias: Tensor | None) -> dict[str, Constant]:
     return {} if bias is None or len(bias.shape) == 1 else {"BIAS_PITCH": int(bias.shape[1])}
 
 
+def values(parts: int, norm: bool) -> dict[str, Constant]:
+    """Of the projections of attention: `QKV.parts`, and whether values are normed."""
+    found: dict[str, Constant] = {} if parts == 3 else {"PROJECTIONS": parts}
+    return found | ({"VALUE_NORM": 1} if norm else {})
+
+
 def latent(features: int) -> dict[str, Constant]:
     """Of a cache: the first `features` of a key are also the value, if there are any."""
     return {"LATENT": features} if features else {}

@@ -37,9 +37,11 @@ def _form(shape: tuple[int, ...], dtype: DType, device: str) -> UOp:
     return form
 
 
-def alias(tensor: Tensor) -> Tensor:
-    """A second tensor over the memory of a realized one, which tinygrad takes for an independent one."""
-    return _share(tensor, 0, tuple(int(d) for d in tensor.shape))
+def alias(tensor: Tensor, start: int = 0, shape: tuple[int, ...] | None = None) -> Tensor:
+    """A second tensor over the memory of a realized one, which tinygrad takes for an independent one; of another shape from element `start`
+    on, if that is given.
+    """
+    return _share(tensor, start, tuple(int(d) for d in tensor.shape) if shape is None else shape)
 
 
 def spans(tensor: Tensor, places: list[tuple[int, int]]) -> list[Tensor]:

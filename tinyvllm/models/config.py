@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,6 +46,12 @@ class ModelConfig(TransformerConfig):
     delta, delta_layers  the gated delta rule, and the layers that have it instead of attention; the others have gated attention
     windows          one sliding window per layer, 0 for full attention
     window_rope      theta and scaling of the layers with a window, where they are not those of the others
+    window_heads     key/value heads, and features of a head, of the layers with a window, where they are not those of the others
+    shared_kv_layers  the last layers, which read the keys and values of the last layer of their kind before them
+    shared_hidden_dim  of the MLPs of these, 0 for that of the others
+    keys_as_values   whether layers without a window have no projection of values: these are the keys before norm and rotation
+    value_norm       whether values are normed by head, without a weight
+    layer_input_dim  features of what each layer has of every token in a table of its own, 0 for none
     no_rope          layers that do not rotate q and k
     query_scaling    (beta, length): q at position p is multiplied by 1 + beta log(1 + floor(p / length)); beta 0 for none
     pre_norms        whether attention and MLP read a norm of the residual stream
@@ -63,6 +69,7 @@ class ModelConfig(TransformerConfig):
     gate_clamp       of the experts' gate, None for SiLU or GELU
     sinks            whether each head has a sink: one more score without a value
     experts_in_one   whether the file has gate and up of all experts in one tensor
+    experts_apart    whether a GGUF file has a tensor for each expert
     ignored          patterns of the file's tensors that the model does without
     draft_layers     layers after the last one in the file, which are for drafts and are not read
     """
@@ -75,6 +82,12 @@ class ModelConfig(TransformerConfig):
     scaling: RopeScaling = RopeScaling()
     windows: tuple[int, ...] = ()
     window_rope: tuple[float, RopeScaling] | None = None
+    window_heads: tuple[int, int] | None = None
+    shared_kv_layers: int = 0
+    shared_hidden_dim: int = 0
+    keys_as_values: bool = False
+    value_norm: bool = False
+    layer_input_dim: int = 0
     no_rope: frozenset[int] = frozenset()
     query_scaling: tuple[float, int] = (0.0, 1)
     output_bias: bool = False
@@ -99,14 +112,46 @@ class ModelConfig(TransformerConfig):
     gate_clamp: GateClamp | None = None
     sinks: bool = False
     experts_in_one: bool = False
+    experts_apart: bool = False
     ignored: tuple[str, ...] = ()
     draft_layers: int = 0
     prefix: str = ""  # of the file's tensor names, where checkpoints of one family differ
 
     @property
-    def kv_layers(self) -> int:
-        """Layers with keys and values."""
+    def attention_layers(self) -> int:
+        """Layers with attention."""
         return self.num_blocks - len(self.delta_layers)
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers with keys and values of their own."""
+        return self.attention_layers - self.shared_kv_layers
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads: its own number, or the last one of its kind that has some."""
+        first = self.num_blocks - self.shared_kv_layers
+        if layer < first:
+            return layer
+        return next(other for other in reversed(range(first)) if bool(self.windows[other]) == bool(self.windows[layer]))
+
+    def of_layer(self, layer: int) -> ModelConfig:
+        """The same with the heads and the MLP of one layer."""
+        changes: dict[str, Any] = {}
+        if layer in self.dense_layers:
+            changes |= dict(num_experts=0, num_experts_per_tok=0, hidden_dim=self.dense_hidden_dim)
+        if self.window_heads is not None and self.windows[layer]:
+            heads, width = self.window_heads
+            changes |= dict(n_kv_heads=heads, head_dim=width, v_head_dim=width, rope_dim=width, qk_norm=width, keys_as_values=False)
+        if self.shared_hidden_dim and self.kv_source(layer) != layer:
+            changes |= dict(hidden_dim=self.shared_hidden_dim)
+        return replace(self, **changes) if changes else self
+
+    @property
+    def ropes(self) -> list[tuple[int, float, RopeScaling]]:
+        """Rotated features, theta and scaling of layers without and, where they are others, with a window."""
+        first = [(self.rope_dim, self.rope_theta, self.scaling)]
+        width = self.rope_dim if self.window_heads is None else self.window_heads[1]
+        return first if self.window_rope is None else [*first, (width, *self.window_rope)]
 
 
 class Source(Protocol):
@@ -135,6 +180,7 @@ class WeightRecipe:
     sources: tuple[str, ...]
     transform: Transform | None = field(default=None, compare=False)
     offset: float = 0.0  # added to a vector, in float32
+    factor: float = 1.0  # that a vector is multiplied by, in float32
     logarithm: bool = False  # of a vector x below 0 the file has log(-x)
     share: float = 1.0  # of the matrix, that one row reads: a few of many experts
     stem: str = "matmul"  # the op whose kernels multiply with a matrix
@@ -179,13 +225,15 @@ def hf_rope(
 ) -> tuple[float, float, RopeScaling]:
     """theta, the rotated share of head_dim and the scaling; from `rope_parameters` or from `rope_theta` and `rope_scaling`.
 
-    The defaults are the family's; `kind` is a type of layers that may have parameters of its own.
+    The defaults are the family's; `kind` is a type of layers that may have parameters of its own. Of proportional RoPE all features are
+    rotated, those beyond the share by no angle.
     """
     rope = rope_fields(fields, kind)
     theta = rope.number("rope_theta", fields.number("rope_theta", default_theta), above=1)
     share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", default_share), above=0, high=1)
     scaling = rope.get("rope_type", rope.get("type", "default"))
-    return theta, share, _scaling(fields, rope, "longrope" if scaling == "su" else scaling, max_context)
+    found = _scaling(fields, rope, "longrope" if scaling == "su" else scaling, max_context)
+    return (theta, 1.0, replace(found, share=share)) if found.kind == "proportional" else (theta, share, found)
 
 
 def _scaling(fields: Fields, rope: Fields, kind: str, max_context: int) -> RopeScaling:

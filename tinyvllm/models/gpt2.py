@@ -73,6 +73,12 @@ class GPT2:
             if not config.tied:
                 self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
+    def products(self) -> dict[str, tuple[str, ...]]:
+        return {}
+
+    def tables(self) -> dict[str, str]:
+        return {}
+
     def constants(self, max_len: int, context: int) -> dict[str, np.ndarray]:
         return {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -59,8 +60,7 @@ class LlamaBlock(TransformerBlock):
     weights: LayerWeights  # set by the loader
 
     def __init__(self, config: ModelConfig, layer: int):
-        if layer in config.dense_layers:
-            config = replace(config, num_experts=0, num_experts_per_tok=0, hidden_dim=config.dense_hidden_dim)
+        config = config.of_layer(layer)
         super().__init__(config)
         self.window = config.windows[layer] if config.windows else 0
         self.scale = config.attention_scale or config.head_dim**-0.5
@@ -175,8 +175,7 @@ class Llama(Transformer):
     def constants(self, max_len: int, context: int) -> dict[str, np.ndarray]:
         """Arrays that `forward_batch` takes after the caches, for sequences of up to `max_len` tokens in an engine of `context`."""
         c = self.config
-        ropes = [(c.rope_theta, c.scaling), *([] if c.window_rope is None else [c.window_rope])]
-        columns = [rope_table(c.rope_dim, theta, max_len, scaling, context) for theta, scaling in ropes]
+        columns = [rope_table(dim, theta, max_len, scaling, context) for dim, theta, scaling in c.ropes]
         beta, length = c.query_scaling
         if beta and max_len > length:
             columns.append(query_factors(beta, length, max_len))
@@ -197,7 +196,7 @@ class Llama(Transformer):
         """The residual stream, float32 [T, E]: the embedding or what has arrived, then the output of each layer, before `final_norm`."""
         x = batch.arrived if batch.arrived is not None else self._embedded(batch)
         states = [x]
-        rotations = self._rotations(rope[batch.positions])
+        rotations = self.context(x, rope[batch.positions], batch)
         block_size = next((cache.S for cache in caches if isinstance(cache, LayerCache)), 1)
         attentions = [PagedAttention(each, block_size) for each in (batch, *batch.others)]
         for block, cache in zip(self.blk, caches, strict=True):
@@ -209,11 +208,24 @@ class Llama(Transformer):
         assert self.weights.table is not None
         return embed(self.weights.table, batch.tokens, batch.rows, self.config.embedding_scale)
 
+    def context(self, x: Tensor, rows: Tensor, batch: Batch) -> Rotations:
+        """What all layers need of a step: x [T, E] is the embedding, `rows` those of `constants` of the step's positions."""
+        return self._rotations(rows)
+
+    def products(self) -> dict[str, tuple[str, ...]]:
+        """The projections of each product of `ModelWeights` in front of the layers."""
+        return {}
+
+    def tables(self) -> dict[str, str]:
+        """The embedding tables of `ModelWeights` in addition to the tokens'."""
+        return {}
+
     def _rotations(self, rows: Tensor) -> Rotations:
         """From the rows of `constants` of a step's positions."""
-        R, width = self.config.rope_dim, int(rows.shape[1])
-        angles = tuple(rows[:, start : start + R].contiguous() for start in range(0, width // R * R, R))
-        return Rotations(angles, rows[:, -1:].reshape(-1, 1, 1).contiguous() if width % R else None)
+        widths = [dim for dim, _, _ in self.config.ropes]
+        ends = list(itertools.accumulate(widths))
+        angles = tuple(rows[:, end - width : end].contiguous() for width, end in zip(widths, ends, strict=True))
+        return Rotations(angles, rows[:, -1:].reshape(-1, 1, 1).contiguous() if int(rows.shape[1]) > ends[-1] else None)
 
     @property
     def final_norm(self) -> Norm:
@@ -365,9 +377,9 @@ def gguf_config(source: Source, **differences: Any) -> ModelConfig:
     values: dict[str, Any] = dict(
         num_blocks=layers,
         dim=dim,
-        hidden_dim=fields.integer("feed_forward_length", 0),
+        hidden_dim=differences["hidden_dim"] if "hidden_dim" in differences else fields.integer("feed_forward_length", 0),
         n_heads=heads,
-        n_kv_heads=fields.integer("attention.head_count_kv", heads, low=1),
+        n_kv_heads=differences["n_kv_heads"] if "n_kv_heads" in differences else fields.integer("attention.head_count_kv", heads, low=1),
         norm_eps=fields.number("attention.layer_norm_rms_epsilon", 1e-5),
         vocab_size=vocabulary(source, fields),
         head_dim=head_dim,

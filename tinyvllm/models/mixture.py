@@ -46,11 +46,10 @@ def expert_products(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     return {"router": router, "ffn_in": ("ffn_gate_exps", "ffn_up_exps"), "ffn_down": ("ffn_down_exps",)} | shared
 
 
-def mixture(x: Tensor, norm: Norm | None, after: Norm | None, config: ModelConfig, weights: LayerWeights, batch: Batch) -> Tensor:
-    """The residual x [T, E] plus what the experts of each row make of norm(x), normed by `after`."""
-    c, router = config, weights.router
-    assert router is not None and (after is None or weights.shared_in is None)
-    policy = RoutingPolicy(
+def routing_policy(config: ModelConfig) -> RoutingPolicy:
+    """How a layer of experts chooses."""
+    c = config
+    return RoutingPolicy(
         c.num_experts,
         c.num_experts_per_tok,
         c.norm_topk_prob,
@@ -61,7 +60,13 @@ def mixture(x: Tensor, norm: Norm | None, after: Norm | None, config: ModelConfi
         gated=is_gated(c),
         group_scores=c.router_group_scores,
     )
-    routing = norm_route(x, norm, router.weight, batch.rows, policy, router.bias)
+
+
+def mixture(x: Tensor, norm: Norm | None, after: Norm | None, config: ModelConfig, weights: LayerWeights, batch: Batch) -> Tensor:
+    """The residual x [T, E] plus what the experts of each row make of norm(x), normed by `after`."""
+    c, router = config, weights.router
+    assert router is not None and (after is None or weights.shared_in is None)
+    routing = norm_route(x, norm, router.weight, batch.rows, routing_policy(c), router.bias)
     first, down = weights.ffn_in, weights.ffn_down
     h = experts_gate_up_silu(x, norm, first.weight, routing, batch.rows, c.num_experts, c.gelu, first.bias, c.gate_clamp).contiguous()
     residual = x
@@ -99,15 +104,29 @@ def hf_expert_sources(
 
 
 def gguf_expert_sources(config: ModelConfig, name: str) -> tuple[tuple[str, ...], Transform | None] | None:
-    """As `hf_expert_sources`, of GGUF files, which have the experts of a layer in one tensor."""
+    """As `hf_expert_sources`, of GGUF files, which have the experts of a layer in one tensor; with gate and up in another one in some."""
     *prefix, part, suffix = name.split(".")
     if part == "ffn_gate_inp" and suffix == "bias" and config.router_bias == "choice":
         return (".".join([*prefix, "exp_probs_b", suffix]),), None
     if part == "ffn_gate_inp_shexp":
         return (name,), one_row
-    if part.endswith("_exps"):
-        return (name,), flat if suffix == "bias" else experts_in_rows
-    return None
+    if not part.endswith("_exps"):
+        return None
+    if config.experts_apart:  # files of 2023 and early 2024
+        return tuple(".".join([*prefix, part.removesuffix("_exps"), str(e), suffix]) for e in range(config.num_experts)), np.concatenate
+    if config.experts_in_one and part != "ffn_down_exps":
+        start = config.hidden_dim * (part == "ffn_up_exps")
+        half = part_of_biases if suffix == "bias" else part_of_experts
+        return (".".join([*prefix, "ffn_gate_up_exps", suffix]),), half(config.num_experts, start, start + config.hidden_dim)
+    return (name,), flat if suffix == "bias" else experts_in_rows
+
+
+def joined_experts(config: ModelConfig, experts: str, part: str) -> tuple[tuple[str, ...], Transform | None]:
+    """Of a file that has gate and up of all experts in one tensor [X, 2 F, E]."""
+    if part == "ffn_down_exps":
+        return (f"{experts}.down_proj",), experts_in_rows
+    start = 0 if part == "ffn_gate_exps" else config.hidden_dim
+    return (f"{experts}.gate_up_proj",), part_of_experts(config.num_experts, start, start + config.hidden_dim)
 
 
 def experts_in_rows(arrays: list[np.ndarray]) -> np.ndarray:
@@ -131,6 +150,15 @@ def part_of_experts(experts: int, start: int, end: int) -> Transform:
     def transform(arrays: list[np.ndarray]) -> np.ndarray:
         columns = arrays[0].shape[-1]
         return arrays[0].reshape(experts, -1, columns)[:, start:end].reshape(-1, columns)
+
+    return transform
+
+
+def part_of_biases(experts: int, start: int, end: int) -> Transform:
+    """Numbers `start` to `end` - 1 of each expert's biases, as a vector, from [X, O]."""
+
+    def transform(arrays: list[np.ndarray]) -> np.ndarray:
+        return arrays[0].reshape(experts, -1)[:, start:end].reshape(-1)
 
     return transform
 
@@ -162,6 +190,8 @@ def gguf_experts(source: Source, fields: Fields, renormalize: bool, sigmoid: boo
         shared_expert_gate=gate is not None,
         router_sigmoid=sigmoid if gating == 0 else gating == _SIGMOID,
         router_bias=_router_bias(source, first),
+        experts_in_one=source.shape(f"blk.{first}.ffn_gate_up_exps.weight") is not None,
+        experts_apart=source.shape(f"blk.{first}.ffn_gate.0.weight") is not None,
         router_groups=(groups, (fields.integer("expert_group_used_count", 0) or 1) if groups > 1 else 1),
         routed_scaling_factor=fields.number("expert_weights_scale", 0.0) or 1.0,
     )

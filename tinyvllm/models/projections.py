@@ -62,9 +62,23 @@ class GatedWeights(LayerWeights):
     gate: Product
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerInputWeights(LayerWeights):
+    """Of a layer with an input of its own: from the residual stream to a gate of it, and from the gated input back. None without one."""
+
+    input_gate: Product | None = None
+    input_proj: Product | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class ModelWeights:
-    """The two ends of a model, each None in a stage of a pipeline that lacks it. With tied embeddings both read the same matrix."""
+    """The two ends of a model, each None in a stage of a pipeline that lacks it. With tied embeddings both read the same matrix.
+
+    Where layers have inputs of their own, `input_table` has those of a token in all layers, and `input_proj` makes as many numbers from
+    its embedding.
+    """
 
     table: Table | None
     head: Weight | None
+    input_table: Table | None = None
+    input_proj: Product | None = None

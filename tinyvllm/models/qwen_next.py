@@ -17,7 +17,7 @@ from tinyvllm.foreign import Fields, quoted
 from tinyvllm.models import llama
 from tinyvllm.models.config import MAX_EXPERTS, ModelConfig, Source, Transform, gguf_delta, hf_delta
 from tinyvllm.models.delta import shape_of
-from tinyvllm.models.mixture import experts_in_rows, gguf_expert_sources, gguf_experts, hf_expert_sources, part_of_experts
+from tinyvllm.models.mixture import gguf_expert_sources, gguf_experts, hf_expert_sources, joined_experts
 
 _NEXT, _LATER = "qwen3next", "qwen3.5"
 _NOT_READ = ("mtp.*",)  # drafts
@@ -126,7 +126,7 @@ def _hf_sources(config: ModelConfig, name: str) -> tuple[tuple[str, ...], Transf
     elif part in ("attn_q", "attn_gate"):
         return (f"model.layers.{layer}.self_attn.q_proj.{suffix}",), _half_of_heads(config, part)
     if config.experts_in_one and part.endswith("_exps"):
-        return _joined_experts(config, f"model.layers.{layer}.mlp.experts", part)
+        return joined_experts(config, f"model.layers.{layer}.mlp.experts", part)
     return hf_expert_sources(config, name, "shared_expert") or ((llama.hf_name(name),), None)
 
 
@@ -182,11 +182,3 @@ def _of_key_heads(config: ModelConfig, part: str) -> Transform:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     return _moved(rows)
-
-
-def _joined_experts(config: ModelConfig, experts: str, part: str) -> tuple[tuple[str, ...], Transform | None]:
-    """Of a file that has gate and up of all experts in one tensor [X, 2 F, E]."""
-    if part == "ffn_down_exps":
-        return (f"{experts}.down_proj",), experts_in_rows
-    start = 0 if part == "ffn_gate_exps" else config.hidden_dim
-    return (f"{experts}.gate_up_proj",), part_of_experts(config.num_experts, start, start + config.hidden_dim)

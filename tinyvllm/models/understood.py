@@ -23,6 +23,7 @@ _HF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("routed_scaling_factor", "n_group", "topk_group"), (*_ONE, 0)),
     "scoring_func": (None, "softmax"),
     **dict.fromkeys(("hidden_size_per_layer_input", "alibi", "attn_temperature_tuning", "swiglu_limit", "lm_head_bias"), _OFF),
+    **dict.fromkeys(("attention_k_eq_v", "use_double_wide_mlp", "enable_moe_block", "per_layer_config"), _OFF),
     **dict.fromkeys(("multi_query", "use_parallel_residual", "position_embedding_type"), (*_OFF, "rope", "absolute")),
 }
 _GGUF: dict[str, tuple[Any, ...]] = {
@@ -31,6 +32,7 @@ _GGUF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention.sliding_window", "attention.clamp_kqv", "attention.max_alibi_bias", "rope.freq_base_swa"), _OFF),
     **dict.fromkeys(("expert_count", "attention.kv_lora_rank", "attention.shared_kv_layers", "use_parallel_residual"), _OFF),
     **dict.fromkeys(("expert_shared_count", "expert_shared_feed_forward_length"), _OFF),
+    **dict.fromkeys(("embedding_length_per_layer_input", "attention.key_length_swa"), _OFF),
     **dict.fromkeys(("expert_gating_func", "expert_weights_scale", "expert_group_count", "expert_group_used_count"), (*_ONE, 0)),
     "attention.causal": (None, True, 1),
 }

@@ -32,32 +32,39 @@ def norm_qkv_rope_store(
 
     x [T, E] float32; angles [T, R] or None where positions are learned.
     Returns q [T, H, D] float32, rotated and as the cache's keys are (`queries_for`), and the cache after the write; attention must read
-    from that.
+    from that. Of q alone (`QKV.parts`) nothing is written.
     """
-    K, D, placement = cache.K, cache.D, Placement.of(x.device)
+    D, placement = cache.D, Placement.of(x.device)
     whole = qkv.q_norm is not None and int(qkv.q_norm.shape[0]) != D
-    by_kernels = whole or norm is None
+    by_kernels = whole or norm is None or qkv.parts < 3 or qkv.value_norm
     if not isinstance(qkv.weight, TensorWeight):
         shape = f"{qkv.weight.I}->{qkv.weight.O} {qkv.weight.format}, D={D}"
         facts = product_facts(placement, qkv.weight, norm, head_dim=D, cache=cache)
-        facts = replace(facts, whole_qk_norm=whole, row_bias=has_row_bias(qkv.bias))
-        kernel = select("norm_qkv_rope_store", placement, shape + " whole norms" * whole + " row biases" * facts.row_bias, facts)
+        facts = replace(facts, whole_qk_norm=whole, row_bias=has_row_bias(qkv.bias), other_values=qkv.parts < 3 or qkv.value_norm)
+        shape += " whole norms" * whole + " row biases" * facts.row_bias + " other values" * facts.other_values
+        kernel = select("norm_qkv_rope_store", placement, shape, facts)
         if kernel is not None and norm is not None:
             return kernel.backend.norm_qkv_rope_store(kernel.variant, x, norm, qkv, qkv.weight, angles, cache, batch)
         by_kernels = by_kernels or only_row_bias("norm_qkv_rope_store", facts)
     # without the copy, tinygrad recomputes the norm for every output
     y = products(x if norm is None else norm(x).contiguous(), qkv.weight, batch.rows, qkv.bias, by_kernels)
     y, share = y.reshape(int(x.shape[0]), -1, D), _head_share(qkv.weight)
+    K = cache.K if qkv.parts > 1 else 0
     keys = K if share is None or qkv.k_norm is None else int(qkv.k_norm.shape[0]) // D
-    H = int(y.shape[1]) - keys - K
-    q, k, v = y[:, :H], y[:, H : H + keys], y[:, H + keys :]
-    if qkv.q_norm is not None and qkv.k_norm is not None:
-        q, k = normed_heads(q, qkv.q_norm, qkv.qk_eps), normed_heads(k, qkv.k_norm, qkv.qk_eps)
-    if share is not None:
-        q, k = q[:, share.heads], k[:, share.kv_heads]
-    if angles is not None:
-        q, k = apply_rope(q.contiguous(), angles), apply_rope(k.contiguous(), angles)
-    return queries_for(cache, q.contiguous()), append_kv(k.contiguous(), v.contiguous(), cache, batch)
+    H = int(y.shape[1]) - keys - K * (qkv.parts == 3)
+    q = _as_attended(y[:, :H], qkv.q_norm, qkv.qk_eps, None if share is None else share.heads, angles)
+    if K:
+        k = _as_attended(y[:, H : H + keys], qkv.k_norm, qkv.qk_eps, None if share is None else share.kv_heads, angles)
+        v = rms_norm(y[:, -K:], None, qkv.qk_eps) if qkv.value_norm else y[:, -K:]
+        cache = append_kv(k.contiguous(), v.contiguous(), cache, batch)
+    return queries_for(cache, q.contiguous()), cache
+
+
+def _as_attended(x: Tensor, norm: Tensor | None, eps: float, own: slice | None, angles: Tensor | None) -> Tensor:
+    """Heads x [T, H, D] of q or k normed and rotated, of a rank the `own` ones of all."""
+    x = x if norm is None else normed_heads(x, norm, eps)
+    x = x if own is None else x[:, own]
+    return x if angles is None else apply_rope(x.contiguous(), angles)
 
 
 def _head_share(weight: Weight) -> HeadShare | None:

@@ -15,7 +15,7 @@ from tinygrad import Tensor
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How angles are stretched beyond the trained context. `kind` is Hugging Face's rope_type."""
+    """How angles are stretched beyond the trained context. `kind` is Hugging Face's rope_type; proportional RoPE rotates a `share`."""
 
     kind: str = "default"
     factor: float = 1.0
@@ -30,9 +30,10 @@ class RopeScaling:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    share: float = 1.0
 
 
-SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
+SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 def rope_table(dim: int, theta: float, max_len: int, scaling: RopeScaling, context: int = 0) -> np.ndarray:
@@ -101,7 +102,19 @@ def _longrope(inverse: np.ndarray, s: RopeScaling, dim: int, theta: float, conte
     return inverse / np.asarray(factors, dtype=np.float64), magnitude
 
 
-_SCALE = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+def _proportional(inverse: np.ndarray, s: RopeScaling, dim: int, theta: float, context: int) -> tuple[np.ndarray, float]:
+    """Gemma 4: of all pairs the first share is rotated, by the angles that it has among all; the others are left as they are."""
+    return inverse * (np.arange(dim // 2) < int(s.share * dim // 2)) / s.factor, 1.0
+
+
+_SCALE = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "proportional": _proportional,
+}
 
 
 def apply_rope(x: Tensor, angles: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from tinyvllm.config import EngineConfig
 from tinyvllm.errors import FormatError, ModelError
 from tinyvllm.integers import round_up
 from tinyvllm.lazy_dataclass import dataclass
-from tinyvllm.models.config import Transform
+from tinyvllm.models.config import ModelConfig, Transform
 from tinyvllm.models.families import find_family
 from tinyvllm.ops.lora import AdapterStack
 from tinyvllm.placement import Placement
@@ -75,12 +75,17 @@ def _products(opened: OpenedModel) -> Iterator[_ProductShape]:
     """The products that adapters may change: all of attention, and those of an MLP that is no mixture."""
     shapes = {recipe.name: recipe.shape for recipe in opened.recipes}
     for layer, block in enumerate(opened.model.blk):
-        if not hasattr(block, "adapters") or opened.config.latent is not None or opened.config.delta is not None:
+        if not hasattr(block, "adapters") or not _takes_adapters(opened.config):
             raise ModelError(f"enable_lora: adapters are not supported for models of {opened.config.family}; leave it out")
         fields = block.products()
         for field in _FIELDS[:2] if "router" in fields else _FIELDS:
             own = [shapes[f"blk.{layer}.{name}.weight"] for name in fields[field]]
             yield _ProductShape(layer, field, own[0][1], tuple(rows for rows, _ in own), fields[field])
+
+
+def _takes_adapters(model: ModelConfig) -> bool:
+    """Whether all layers' attention has q, k and v of its own and nothing else."""
+    return model.latent is None and model.delta is None and model.window_heads is None
 
 
 class AdapterPool:

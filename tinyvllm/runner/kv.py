@@ -1,11 +1,11 @@
 """The KV pool on the device: one tensor of blocks a layer (`LayerCache`), the last block being scratch for padded rows. Where layers form
-groups, layer i of every group has the same tensor, and a block belongs to one group at a time.
+groups, layer i of every group has the same tensor, and a block belongs to one group at a time. Of layers whose blocks are smaller, several
+have parts of one tensor's blocks.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -16,6 +16,7 @@ from tinygrad.dtype import DType
 from tinyvllm.batch import PACKED_KV, KVLayout, LayerCache
 from tinyvllm.bridge import Captured, alias, byte_spans, copied, download, synchronize, upload
 from tinyvllm.errors import ArgumentError
+from tinyvllm.integers import ceil_div
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.copy import copy_blocks
 from tinyvllm.placement import Placement, RankGroup
@@ -66,6 +67,10 @@ class KVPool:
     """`num_blocks` usable blocks and the scratch block after them; all zero at first, so that masked values are finite. `layers` has a
     cache a layer; `groups` are the layers of each group, None for one group of all. Layers share the tensors of `distinct` of them, if that
     is given: what they then hold has no meaning.
+
+    `shapes` are the blocks of the layers, where they are not all `block`, which is the largest. A group's block of n bytes has n bytes for
+    each place of it, in which as many layers have parts as fit. Numbers of blocks in the tables of such a group are multiplied by that
+    (`StepInputs`): part i is that of the tensor from part i on, in blocks of its own size.
     """
 
     def __init__(
@@ -77,15 +82,33 @@ class KVPool:
         device: str,
         groups: Layers | None = None,
         distinct: int | None = None,
+        shapes: Sequence[BlockShape] = (),
     ):
         self.num_blocks, self.block_size, self.block, self.device = num_blocks, block_size, block, device
-        groups = groups or [range(layers)]
-        count = max(map(len, groups))
-        self._memory: list[np.ndarray] = []  # [P, bytes] a layer, if it is in host memory
+        self.shapes = tuple(shapes) or (block,) * layers
+        self._memory: list[np.ndarray] = []  # [P, bytes] a place, if it is in host memory
         self._copying: dict[int, tuple[Tensor, Tensor, Captured]] = {}  # pairs, their count and the copy, by the maximum of pairs
-        pools = [self._zeros((num_blocks + 1, *block.shape), block.dtype, device) for _ in range(min(count, distinct or count))]
-        self._caches = [LayerCache(pool, alias(pool), block.packed, block.latent, ranks=block.ranks) for pool in pools]
-        self.layers = self._by_layer(layers, groups, lambda cache: [alias(cache.keys), alias(cache.keys)])
+        count = self._num_places(groups)
+        own = groups is None and (distinct or count) >= count
+        places = self.shapes if own else (block,) * min(count, distinct or count)
+        self._places = places
+        pools = [self._zeros((num_blocks + 1, *place.shape), place.dtype, device) for place in places]
+        self._caches = [self._place(place, pool, self._alias(pool)) for place, pool in zip(places, pools, strict=True)]
+        self.layers = self._by_layer(groups)
+
+    def _num_places(self, groups: Layers | None) -> int:
+        """The tensors of all groups: a layer's own without groups."""
+        if groups is None:
+            return len(self.shapes)
+        return max(ceil_div(len(members), self._parts(members)) for members in groups)
+
+    def _parts(self, members: Sequence[int]) -> int:
+        """Layers of a group that share the blocks of a place."""
+        return self.block.nbytes // self.shapes[members[0]].nbytes
+
+    @staticmethod
+    def _place(block: BlockShape, keys: Tensor, values: Tensor, group: int = 0) -> LayerCache:
+        return LayerCache(keys, values, block.packed, block.latent, group, block.ranks)
 
     def _zeros(self, shape: tuple[int, ...], dtype: DType, device: str) -> Tensor:
         if not Placement(device).is_cpu:
@@ -96,47 +119,66 @@ class KVPool:
         self._memory.append(memory.view(np.uint8).reshape(shape[0], -1))
         return adopt(memory.view(storage).reshape(shape), device, dtype)
 
-    def _by_layer(self, layers: int, groups: Layers, other: Callable[[LayerCache], list[Tensor]]) -> list[LayerCache]:
-        """The cache of each layer; `other` makes the tensors of a group after the first: in a step they are independent of the first's."""
+    def _by_layer(self, groups: Layers | None) -> list[LayerCache]:
+        """The cache of each layer."""
         found: dict[int, LayerCache] = {}
-        for group, members in enumerate(groups):
-            for layer, cache in zip(members, itertools.cycle(self._caches)):
-                found[layer] = replace(cache.after(*other(cache)), group=group) if group else cache
-        return [found[layer] for layer in range(layers)]
+        for group, members in enumerate(groups or [range(len(self.shapes))]):
+            parts = 1 if groups is None else self._parts(members)
+            for i, layer in enumerate(members):
+                place, shape = i // parts % len(self._caches), self.shapes[layer]
+                if group or shape != self._places[place]:
+                    tensors = self._views(self._caches[place], shape, i % parts, parts)
+                    found[layer] = self._place(shape, *tensors, group)
+                else:
+                    found[layer] = self._caches[place]
+        return [found[layer] for layer in range(len(self.shapes))]
+
+    def _views(self, place: LayerCache, block: BlockShape, part: int, parts: int) -> tuple[Tensor, Tensor]:
+        """Part `part` of `parts` of a place's blocks, by tensors of their own: in a step they are independent of those of other layers."""
+        shape = ((self.num_blocks + 1) * parts - part, *block.shape)
+        keys, values = (self._alias(place.keys, part * prod(block.shape), shape) for _ in range(2))
+        return keys, values
+
+    def reader(self, cache: LayerCache) -> LayerCache:
+        """The same keys and values for one more layer that reads them after the one that stores them, whose output it needs."""
+        return cache.after(self._alias(cache.keys), self._alias(cache.keys))
+
+    def _alias(self, tensor: Tensor, start: int = 0, shape: tuple[int, ...] | None = None) -> Tensor:
+        return alias(tensor, start, shape)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers of a group."""
-        return len(self._caches) * self._layer_bytes
-
-    @property
-    def _layer_bytes(self) -> int:
-        return self.block.nbytes
+        return sum(place.nbytes for place in self._places)
 
     def read(self, blocks: list[int]) -> np.ndarray:
-        """The contents of blocks as uint8 [n, block_bytes], layer by layer, once what is in flight has run."""
-        data = np.empty((len(blocks), len(self._caches), self._layer_bytes), np.uint8)
+        """The contents of blocks as uint8 [n, block_bytes], place by place, once what is in flight has run."""
+        data = np.empty((len(blocks), self.block_bytes), np.uint8)
         if self._memory:
             synchronize(self.device)
-            for layer, memory in enumerate(self._memory):
-                data[:, layer] = memory[blocks]
+            for memory, columns in zip(self._memory, self._columns(data), strict=True):
+                columns[:] = memory[blocks]
         else:
-            for layer, cache in enumerate(self._caches):
-                for n, part in enumerate(byte_spans(cache.keys, self._byte_ranges(blocks))):
-                    data[n, layer] = download(part)
-        return data.reshape(len(blocks), -1)
+            for cache, columns in zip(self._caches, self._columns(data), strict=True):
+                for n, part in enumerate(byte_spans(cache.keys, _byte_ranges(blocks, columns.shape[1]))):
+                    columns[n] = download(part)
+        return data
 
     def write(self, blocks: list[int], data: np.ndarray) -> None:
         """Write what `read` returned into other blocks, after what is in flight."""
-        data = data.reshape(len(blocks), len(self._caches), self._layer_bytes)
+        data = data.reshape(len(blocks), -1)
         if self._memory:
             synchronize(self.device)
-            for layer, memory in enumerate(self._memory):
-                memory[blocks] = data[:, layer]
+            for memory, columns in zip(self._memory, self._columns(data), strict=True):
+                memory[blocks] = columns
             return
-        for layer, cache in enumerate(self._caches):
-            for n, part in enumerate(byte_spans(cache.keys, self._byte_ranges(blocks))):
-                upload(part, data[n, layer])
+        for cache, columns in zip(self._caches, self._columns(data), strict=True):
+            for n, part in enumerate(byte_spans(cache.keys, _byte_ranges(blocks, columns.shape[1]))):
+                upload(part, columns[n])
+
+    def _columns(self, data: np.ndarray) -> list[np.ndarray]:
+        """The bytes of each place in rows of `block_bytes`."""
+        return np.split(data, np.cumsum([place.nbytes for place in self._places])[:-1], axis=1)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Make block b equal to block a for each pair (a, b), after what is in flight; no block may be in two pairs as b."""
@@ -153,7 +195,7 @@ class KVPool:
     def call_copy(self) -> None:
         """Call the op that copies blocks, for the kernel that it needs (`collecting_kernels`)."""
         pairs = Tensor.empty(1, 2, dtype=dtypes.int32, device=self.device)
-        copy_blocks(self.layers[0].keys, pairs, Tensor.empty(1, dtype=dtypes.int32, device=self.device))
+        copy_blocks(self._caches[0].keys, pairs, Tensor.empty(1, dtype=dtypes.int32, device=self.device))
 
     def forget_failed_copies(self) -> None:
         """Drop what a copy that failed has allocated."""
@@ -169,20 +211,16 @@ class KVPool:
 
         return table, count, Captured(function)
 
-    def _byte_ranges(self, blocks: list[int]) -> list[tuple[int, int]]:
-        return [(block * self._layer_bytes, self._layer_bytes) for block in blocks]
+
+def _byte_ranges(blocks: list[int], nbytes: int) -> list[tuple[int, int]]:
+    return [(block * nbytes, nbytes) for block in blocks]
 
 
 class KVOutline(KVPool):
     """A pool that takes no memory: its layers are empty tensors, for steps that are called where nothing is launched."""
 
-    def __init__(self, layers: int, num_blocks: int, block_size: int, block: BlockShape, device: str, groups: Layers | None = None):
-        self.num_blocks, self.block_size, self.block, self.device = num_blocks, block_size, block, device
-        groups = groups or [range(layers)]
+    def _zeros(self, shape: tuple[int, ...], dtype: DType, device: str) -> Tensor:
+        return Tensor.empty(*shape, dtype=dtype, device=device)
 
-        def pair() -> list[Tensor]:
-            return [Tensor.empty(num_blocks + 1, *block.shape, dtype=block.dtype, device=device) for _ in range(2)]
-
-        pools = [pair() for _ in range(max(map(len, groups)))]
-        self._caches = [LayerCache(keys, values, block.packed, block.latent, ranks=block.ranks) for keys, values in pools]
-        self.layers = self._by_layer(layers, groups, lambda cache: pair())
+    def _alias(self, tensor: Tensor, start: int = 0, shape: tuple[int, ...] | None = None) -> Tensor:
+        return Tensor.empty(*(shape or tensor.shape), dtype=tensor.dtype, device=self.device)

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """`stored` is the checkpoint that weights come from, None for random ones; `block` the shape of a layer's cache block."""
+    """`stored` is the checkpoint that weights come from, None for random ones; `block` the shape of a layer's cache block. Where they
+    differ, `block` is the largest of `shapes`, those of all layers with keys and values.
+    """
 
     checkpoint: Checkpoint
     stored: Checkpoint | None
@@ -53,6 +55,7 @@ class OpenedModel:
     memory: SharedMemory | None = None  # of rank 0, which starts the others
     whole: WeightOutline | AllWeights | None = None  # the weights of the model, where several ranks divide them
     division: Division | None = None  # of rank 0, where ranks are on several devices
+    shapes: tuple[BlockShape, ...] = ()
     copies: int = 0  # bytes of the weights that other ranks hold once more, if they do not find them in the cache folder
     likely_draw: SamplingFlags = SamplingFlags()  # what most requests will need, so that it is compiled with what precedes it
 
@@ -74,8 +77,19 @@ class OpenedModel:
     @property
     def block_bytes(self) -> int:
         """Bytes of a cache block in all layers, and in all ranks."""
+        if self.shapes:
+            return sum(shape.nbytes for shape in self.shapes)
         group = self.split.group if self.split else self.block.ranks
         return self.config.kv_layers * self.block.nbytes * (group.world_size if group else 1)
+
+    def group_bytes(self, size: int) -> int:
+        """Bytes of a block of a group that has `size` of the largest places."""
+        return self.block_bytes // self.config.kv_layers * size if not self.shapes else self.block.nbytes * size
+
+    @property
+    def own_kv_layers(self) -> int:
+        """The layers of this process that have keys and values of their own."""
+        return len(self.model.blk) - (self.config.num_blocks - self.config.kv_layers)
 
     @property
     def weight_bytes(self) -> int:
@@ -104,7 +118,8 @@ class OpenedModel:
 
     def pool(self, layers: int, num_blocks: int, groups: Layers | None = None) -> KVPool:
         """Keys and values of `layers` layers, in these groups."""
-        return KVPool(layers, num_blocks, self.block_size, self.block, self.plan.placement.device, groups)
+        device = self.plan.placement.device
+        return KVPool(layers, num_blocks, self.block_size, self.block, device, groups, shapes=self.shapes)
 
 
 def open_model(config: EngineConfig, device: str, start: RankStart | None = None) -> OpenedModel:
@@ -127,9 +142,18 @@ def open_model(config: EngineConfig, device: str, start: RankStart | None = None
         refuse_unused(model_config, recipes, without_zero_biases(stored.tensors))
     imatrix = None if config.imatrix is None else read_imatrix(expand_home("imatrix", config.imatrix))
     plan = WeightPlan(Placement(device), dtype, matrix_format(config), imatrix)
-    block = BlockShape.of(model_config, config.block_size, config.kv_cache_dtype, dtype)
-    opened = OpenedModel(checkpoint, stored, model_config, dtype, model, recipes, plan, block, config.block_size)
+    shapes = _block_shapes(config, model_config, dtype)
+    block = max(shapes, key=lambda shape: shape.nbytes)
+    if all(shape == block for shape in shapes):
+        shapes = ()
+    opened = OpenedModel(checkpoint, stored, model_config, dtype, model, recipes, plan, block, config.block_size, shapes=shapes)
     return opened if config.num_ranks == 1 else _part_of_rank(config, opened, start)
+
+
+def _block_shapes(config: EngineConfig, model: ModelConfig, dtype: DType) -> tuple[BlockShape, ...]:
+    """The block of each layer that has keys and values."""
+    layers = [model.of_layer(layer) for layer in range(model.kv_layers)] if model.window_heads else [model]
+    return tuple(BlockShape.of(layer, config.block_size, config.kv_cache_dtype, dtype) for layer in layers)
 
 
 def _part_of_rank(config: EngineConfig, opened: OpenedModel, start: RankStart | None) -> OpenedModel:
@@ -137,6 +161,8 @@ def _part_of_rank(config: EngineConfig, opened: OpenedModel, start: RankStart | 
     c, model, split, stage, whole = opened.config, opened.model, None, None, None
     if c.delta is not None:
         raise ModelError(f"{config.num_ranks} ranks: models with recurrent states (gated DeltaNet) are not divided yet; use one process")
+    if c.window_heads is not None or c.shared_kv_layers or c.layer_input_dim:
+        raise ModelError(f"{config.num_ranks} ranks: layers with other heads, or inputs of their own, are not divided yet; use one process")
     memory, rank, ends = (start.memory, start.rank, start.stage_ends) if start else (SharedMemory(shared_layout(config, c)), 0, [])
     if config.context_parallel_size > 1:
         return _part_of_context(config, opened, memory, rank)

@@ -62,9 +62,9 @@ def planned_kernels(config: EngineConfig, opened: OpenedModel, num_blocks: int, 
     """The kernel of each op of a prefill, a decode and between steps. `opened.outline()` has given the model its weights."""
     placement, size = opened.plan.placement, config.block_size
     groups, c, slots = groups_of(config, opened.config), opened.config, state_slots(config, opened.config)
-    members, layers = groups.layers if groups.blocks.count > 1 else None, len(opened.model.blk) - len(c.delta_layers)
-    pool = KVOutline(layers, num_blocks, size, opened.block, placement.device, members)
-    caches = all_caches(c, pool.layers, new_states(c, slots, placement.device, outline=True))
+    members = groups.layers if groups.blocks.count > 1 else None
+    pool = KVOutline(opened.own_kv_layers, num_blocks, size, opened.block, placement.device, members, shapes=opened.shapes)
+    caches = all_caches(c, pool, new_states(c, slots, placement.device, outline=True))
     arrays = opened.model.constants(max_model_len, config.max_model_len or opened.config.max_context)
     constants = {name: Tensor.empty(*np.shape(a), dtype=dtypes.float32, device=placement.device) for name, a in arrays.items()}
 
@@ -72,8 +72,8 @@ def planned_kernels(config: EngineConfig, opened: OpenedModel, num_blocks: int, 
         stream = shape.tokens * opened.config.dim
         arrived = Tensor.empty(stream, dtype=dtypes.float32, device=placement.device) if opened.takes_stream else None
         width, cascade = -(-max_model_len // size), config.enable_cascade
-        count = groups.blocks.count
-        return StepInputs(shape, width, placement.device, cascade=cascade, arrived=arrived, groups=count, state_slots=slots)
+        parts = groups.parts
+        return StepInputs(shape, width, placement.device, cascade=cascade, arrived=arrived, parts=parts, state_slots=slots)
 
     def history(shape: Shape) -> History:
         tokens = Tensor.empty(MAX_SCHEDULER_STEPS, shape.sequences, dtype=dtypes.int32, device=placement.device)
@@ -149,7 +149,8 @@ def measured_times(matrices: list[Matrices], opened: OpenedModel, again: bool = 
     """The times of the steps of a model by the machine's roof, measured if need be or with `again`. Errors of `measured_roof`."""
     c, kv_token, device = opened.config, opened.block_bytes // opened.block_size, opened.plan.placement.device
     roof = measured_roof(device, rated_formats(matrices), round(sum(one.nbytes * one.share for one in matrices)), again)
-    return StepTimes(roof, matrices, kv_token, c.kv_layers, c.n_heads * c.head_dim)
+    width = max(c.of_layer(layer).head_dim for layer in (0, c.num_blocks - 1))
+    return StepTimes(roof, matrices, kv_token, c.attention_layers, c.n_heads * width)
 
 
 def rated_formats(matrices: Iterable[Matrices]) -> list[str]:

@@ -126,8 +126,11 @@ _OF_A_GROUP = ("block_tables", "slots", "shared_prefix_lens")  # the arrays that
 
 @dataclass(frozen=True)
 class _OfGroup:
-    """A group's arrays on the host, and where they begin among all."""
+    """A group's arrays on the host, and where they begin among all. Numbers of blocks are multiplied by the layers that share one: each
+    has blocks of its own size (`KVPool`).
+    """
 
+    parts: int
     tables: np.ndarray
     slots: np.ndarray
     shared: np.ndarray
@@ -141,8 +144,8 @@ class StepInputs:
 
     M is the width of the block table; padded rows have the slot NO_SLOT; `all_rows` wants the logits of every row. Without
     `cascade` decodes keep the schedule's order, and `shared_prefix_lens` is 0 everywhere. `arrived` [T * E] is the buffer of the residual
-    stream in a stage of a pipeline that is not the first. Of several `groups` of layers each has slots, a block table and shared prefixes.
-    `state_slots` are those of a model with recurrent states, None for others.
+    stream in a stage of a pipeline that is not the first. Of several groups of layers each has slots, a block table and shared prefixes;
+    `parts` are the layers of each that share a block. `state_slots` are those of a model with recurrent states, None for others.
     """
 
     tokens: np.ndarray
@@ -168,10 +171,10 @@ class StepInputs:
         all_rows: bool = False,
         cascade: bool = True,
         arrived: Tensor | None = None,
-        groups: int = 1,
+        parts: tuple[int, ...] = (1,),
         state_slots: StateSlots | None = None,
     ):
-        self.arrived, self._state_slots = arrived, state_slots
+        self.arrived, self._state_slots, self._parts, groups = arrived, state_slots, parts, len(parts)
         self.shape, self.width, self._all_rows, self._cascade, self._groups = shape, M, all_rows, cascade, groups
         B = shape.sequences
         self._scheduled: list[int] = []  # ids of the last decodes in the schedule's order
@@ -198,7 +201,7 @@ class StepInputs:
             tables, slots, shared = names = [_name(name, group) for name in _OF_A_GROUP]
             self._tensors[tables] = self._tensors[tables].reshape(table)
             views = arrays.views[tables].reshape(table), arrays.views[slots], arrays.views[shared]
-            self._of_groups.append(_OfGroup(*views, *(self._starts[name] for name in names)))
+            self._of_groups.append(_OfGroup(self._parts[group], *views, *(self._starts[name] for name in names)))
         self.block_tables = self._of_groups[0].tables
         if self._state_slots is not None:
             self.states, self._tensors["states"] = self.states.reshape(-1, 4), self._tensors["states"].reshape(-1, 4)
@@ -300,7 +303,7 @@ class StepInputs:
             self._sharing = self._sharing or (self._cascade and self._tables[b] is not table)
             # a sequence whose blocks were full when it was advanced has NO_SLOT on the device
             for number, group in enumerate(groups):
-                group.slots[b] = _slot_of_group(table, entry.start, block_size, self._groups, number)
+                group.slots[b] = _slot_of_group(table, entry.start, block_size, self._parts, number)
             if new := self._lay_table(b, table):
                 new, width = new // self._groups, len(table) // self._groups
                 for group in groups:
@@ -351,7 +354,7 @@ class StepInputs:
             self.slots[:count] = slots
         for number, group in enumerate(self._of_groups if row > 1 else ()):
             of_rows = ((entry.sequence.block_table, entry.start + i) for entry in singles for i in range(entry.num_tokens))
-            group.slots[:count] = [_slot_of_group(table, position, block_size, row, number) for table, position in of_rows]
+            group.slots[:count] = [_slot_of_group(table, at, block_size, self._parts, number) for table, at in of_rows]
         self.context_lens[:count] = [position + 1 for position in positions]
 
     def _lay_chunks(self, chunks: list[Scheduled], block_size: int) -> int:
@@ -364,7 +367,7 @@ class StepInputs:
             self.positions[row:end] = positions
             blocks = np.asarray(table, dtype=np.int32).reshape(-1, self._groups)[positions // block_size]
             for number, group in enumerate(self._of_groups):
-                group.slots[row:end] = blocks[:, number] * block_size + positions % block_size
+                group.slots[row:end] = blocks[:, number] * group.parts * block_size + positions % block_size
             self.context_lens[b] = stop
             self._lay_table(b, table)
             self.query_starts[b + 1] = row = end
@@ -432,7 +435,7 @@ class StepInputs:
             else:
                 blocks = np.asarray(table[known:], np.int32).reshape(-1, self._groups)
                 for number, group in enumerate(self._of_groups):
-                    group.tables[b, known // self._groups : len(table) // self._groups] = blocks[:, number]
+                    group.tables[b, known // self._groups : len(table) // self._groups] = blocks[:, number] * group.parts
         self._tables[b], self._widths[b] = table, len(table)
         return len(table) - known
 
@@ -452,9 +455,9 @@ def _slot(table: list[int], position: int, block_size: int) -> int:
     return table[position // block_size] * block_size + position % block_size
 
 
-def _slot_of_group(table: list[int], position: int, block_size: int, row: int, group: int) -> int:
-    """The same in a table with `row` blocks a row."""
-    return table[position // block_size * row + group] * block_size + position % block_size
+def _slot_of_group(table: list[int], position: int, block_size: int, parts: tuple[int, ...], group: int) -> int:
+    """The same of a group, in a table with a block of each in a row."""
+    return table[position // block_size * len(parts) + group] * parts[group] * block_size + position % block_size
 
 
 def _name(name: str, group: int) -> str:

@@ -107,7 +107,10 @@ class RehearsedModel(OpenedModel):
 
     @property
     def block_bytes(self) -> int:
-        return self.kv_layers * self.block.nbytes
+        return self.kv_layers * self.block.nbytes if self.kv_layers < self.config.kv_layers else super().block_bytes
+
+    def group_bytes(self, size: int) -> int:
+        return min(size, self.kv_layers) * self.block.nbytes
 
     @property
     def keeps_steps(self) -> bool:
@@ -118,7 +121,7 @@ class RehearsedModel(OpenedModel):
 
     def pool(self, layers: int, num_blocks: int, groups: Layers | None = None) -> KVPool:
         placement = self.plan.placement
-        pool = KVPool(layers, num_blocks, self.block_size, self.block, placement.device, groups, self.kv_layers)
+        pool = KVPool(layers, num_blocks, self.block_size, self.block, placement.device, groups, self.kv_layers, self.shapes)
         if placement.is_cpu:  # pages that are not written are all the same page of zeros
             nbytes = num_blocks * pool.block_bytes
             pool.write([*range(num_blocks)], _filled(nbytes, nbytes, _pattern()))

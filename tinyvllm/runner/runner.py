@@ -105,13 +105,13 @@ class Runner:
         self.weight_formats, self.weight_layout, self.weight_identity = loader.formats, plan.layout, plan.identity
         # the other ranks of this machine load their weights after this one
         free = None if opened.whole is None or opened.division else free_memory(device) - (self.weight_bytes - loader.bytes)
-        size, layers = pool_size(config, opened, drafter, free), len(self.model.blk) - len(self.config.delta_layers)
+        size = pool_size(config, opened, drafter, free)
         self.max_model_len, self.groups = size.max_model_len, groups_of(config, self.config)
         groups = self.groups.layers if self.groups.blocks.count > 1 else None
-        self.pool = opened.pool(layers, size.num_blocks, groups)
+        self.pool = opened.pool(opened.own_kv_layers, size.num_blocks, groups)
         self.options, self.one_off = config, threading.Lock()  # the engine's options; held for a pass outside the schedule
         self.state_slots = checked_slots(config, self.config, device)
-        self.caches = all_caches(self.config, self.pool.layers, new_states(self.config, self.state_slots, device))
+        self.caches = all_caches(self.config, self.pool, new_states(self.config, self.state_slots, device))
         self.adapters = AdapterPool(config, opened, device) if config.enable_lora else None
         self.max_num_seqs = config.max_num_seqs
         # a pool too small for the model's context shortens sequences, but must not change what the positions mean
@@ -399,9 +399,11 @@ class Runner:
         return compile_clock.seconds
 
     @property
-    def kv_bytes_per_layer(self) -> float:
-        """Bytes of one token's keys and values in one layer."""
-        return self.pool.block.nbytes / self.pool.block_size
+    def kv_bytes_by_layer(self) -> list[float]:
+        """Bytes of the keys and values of one token that each layer of this process reads."""
+        c, pool = self.config, self.pool
+        shapes = [pool.shapes[c.kv_source(layer)] for layer in range(c.num_blocks)] if c.window_heads else [pool.block] * len(self.windows)
+        return [shape.nbytes / pool.block_size for shape in shapes]
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -458,8 +460,8 @@ class Runner:
 
     def _inputs(self, shape: Shape, all_rows: bool = False) -> StepInputs:
         arrived = None if self._arrived is None else spans(self._arrived, [(0, shape.tokens * self.config.dim)])[0]
-        groups = self.groups.blocks.count
-        return StepInputs(shape, self._table_width, self.device, all_rows, self._cascade, arrived, groups, self.state_slots)
+        parts = self.groups.parts
+        return StepInputs(shape, self._table_width, self.device, all_rows, self._cascade, arrived, parts, self.state_slots)
 
     def _history(self, shape: Shape) -> History:
         tokens = np.full((MAX_SCHEDULER_STEPS, shape.sequences), -1, np.int32)

@@ -25,7 +25,8 @@ def step_bytes(config: EngineConfig, c: ModelConfig, model: Any, max_model_len: 
     one layer, which the next layer uses again, and the logits.
     """
     constants = model.constants(max_model_len, config.max_model_len or c.max_context)
-    heads = (2 * c.n_heads + 2 * c.n_kv_heads) * c.head_dim
-    row = 2 * c.dim + heads + 2 * c.hidden_dim
+    kinds = [c.of_layer(layer) for layer in {0, c.num_blocks - 1}]
+    heads = max((2 * each.n_heads + 2 * each.n_kv_heads) * each.head_dim for each in kinds)
+    row = 2 * c.dim + heads + 2 * max(each.hidden_dim for each in kinds) + 2 * c.num_blocks * c.layer_input_dim
     results = 4 * (config.max_num_batched_tokens * row + config.max_num_seqs * c.vocab_size)
     return int(sum(array.nbytes for array in constants.values())) + results

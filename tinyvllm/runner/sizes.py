@@ -32,7 +32,8 @@ def groups_of(config: EngineConfig, model: ModelConfig) -> LayerGroups:
 
 def block_bytes(config: EngineConfig, opened: OpenedModel) -> int:
     """Bytes of a block of the pool, in all ranks: of all layers, or of a group's."""
-    return opened.block_bytes // opened.config.kv_layers * groups_of(config, opened.config).size
+    groups = groups_of(config, opened.config)
+    return opened.group_bytes(groups.size) if groups.blocks.count > 1 else opened.block_bytes
 
 
 def pool_size(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory = NO_DRAFTER, free: int | None = None) -> PoolSize:

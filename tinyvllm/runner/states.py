@@ -11,11 +11,12 @@ from typing import Any
 
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.batch import LayerCache, StateCache
+from tinyvllm.batch import StateCache
 from tinyvllm.config import EngineConfig
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.delta import check_step_tokens
 from tinyvllm.placement import Placement
+from tinyvllm.runner.kv import KVPool
 from tinyvllm.weights.mapping import allocate
 from tinyvllm.weights.memory import adopt
 
@@ -80,9 +81,10 @@ def _zeros(shape: tuple[int, int], device: str) -> Tensor:
     return adopt(allocate(4 * shape[0] * shape[1]).view("float32").reshape(shape), device, dtypes.float32)
 
 
-def all_caches(model: ModelConfig, kv: list[LayerCache], states: list[StateCache]) -> list[Any]:
+def all_caches(model: ModelConfig, pool: KVPool, states: list[StateCache]) -> list[Any]:
     """The cache of each layer of the model, in their order: `LayerCache` or `StateCache`."""
     if not states:
-        return [*kv]
-    with_kv, with_states = iter(kv), iter(states)
+        readers = range(model.kv_layers, model.kv_layers + model.shared_kv_layers)
+        return [*pool.layers, *(pool.reader(pool.layers[model.kv_source(layer)]) for layer in readers)]
+    with_kv, with_states = iter(pool.layers), iter(states)
     return [next(with_states) if layer in model.delta_layers else next(with_kv) for layer in range(model.num_blocks)]

@@ -116,8 +116,8 @@ class _Pass:
     def __init__(self, runner: Runner, num_blocks: int, switch: str | None):
         self._runner, self._switch = runner, switch
         c, device = runner.config, runner.device
-        self._pool = KVPool(c.kv_layers, num_blocks, runner.pool.block_size, runner.pool.block, device)
-        self._caches = all_caches(c, self._pool.layers, new_states(c, runner.state_slots, device))
+        self._pool = KVPool(c.kv_layers, num_blocks, runner.pool.block_size, runner.pool.block, device, shapes=runner.pool.shapes)
+        self._caches = all_caches(c, self._pool, new_states(c, runner.state_slots, device))
         self._width = -(-runner.max_model_len // runner.pool.block_size)
         self._plans: dict[tuple[Shape, bool], tuple[StepInputs, Captured, list[Tensor]]] = {}
 

@@ -110,17 +110,21 @@ class WeightLoader:
         self._total = sum(prod(recipe.shape) for recipe in recipes) * self._plan.dtype.itemsize
         layers = [_groups(block, block.products(), f"blk.{i}.", rest) for i, block in enumerate(model.blk, self._first_layer)]
         heads = _groups(model, {"head": (end,)}, "", rest) if stage is None or stage.is_last else []
+        inputs = _groups(model, model.products(), "", rest)
         self._orders = {group: order for groups in layers for group in groups if (order := self._column_order(group)) is not None}
         self._ordered = {recipe.name for group in self._orders for recipe in group.recipes}
         self._explain_floats(recipes)
-        packed = self._pack_all([group for groups in (*layers, heads) for group in groups], rest)
+        packed = self._pack_all([group for groups in (*layers, heads, inputs) for group in groups], rest)
         table = self._table(model, packed.get(heads[0]) if heads else None, rest) if stage is None or stage.is_first else None
+        others = {field: self._own_table(getattr(model, name), f"{name}.weight", rest) for field, name in model.tables().items()}
         self._place_plain(model, list(rest.values()))
         for block, groups in zip(model.blk, layers, strict=True):
             block.weights = block.weights_type(**{group.field: self._product(block, group, packed.get(group)) for group in groups})
         if table is None and (stage is None or stage.is_first):
             table = model.token_embd.weight
-        model.weights = ModelWeights(table, self._joined(heads[0], packed.get(heads[0])).weight if heads else None)
+        ends: dict[str, Any] = {group.field: self._joined(group, packed.get(group)) for group in inputs}
+        ends |= {field: getattr(model, name).weight if others[field] is None else others[field] for field, name in model.tables().items()}
+        model.weights = ModelWeights(table, self._joined(heads[0], packed.get(heads[0])).weight if heads else None, **ends)
         self._notes.log()
 
     @property
@@ -192,11 +196,15 @@ class WeightLoader:
             return self._rows(self._recipes["token_embd.weight"])  # whole: any rank embeds any token
         if isinstance(head, (PackedWeight, StoredWeight)) and model.config.tied:
             return head.parts[0] if isinstance(head, StoredWeight) else head
-        recipe = rest.get("token_embd.weight")
+        return self._own_table(model.token_embd, "token_embd.weight", rest)
+
+    def _own_table(self, module: Any, name: str, rest: dict[str, WeightRecipe]) -> Table | None:
+        """The rows of an embedding table for kernels. None if it stays a tensor."""
+        recipe = rest.get(name)
         if recipe is None or not self._packs([recipe]):
             return None
         del rest[recipe.name]
-        model.token_embd.weight = None
+        module.weight = None
         return self._rows(recipe)
 
     def _explain_floats(self, recipes: list[WeightRecipe]) -> None:
@@ -266,6 +274,8 @@ class WeightLoader:
         for recipe in recipes:
             if recipe.logarithm:
                 tensors[recipe.name] = (-tensors[recipe.name].exp()).contiguous().realize()
+            if recipe.factor != 1.0 and self._checkpoint is not None:
+                tensors[recipe.name] = (tensors[recipe.name] * recipe.factor).contiguous().realize()
             if recipe.offset and self._checkpoint is not None:
                 tensors[recipe.name] = (tensors[recipe.name] + recipe.offset).contiguous().realize()
         return tensors

@@ -18,16 +18,22 @@ from tinyvllm.weights.mapping import Record
 # Class of the whole -> model_type of text_config (None: where it is missing) -> class of the language model.
 _CLASSES: dict[str, dict[str | None, str]] = {
     "Gemma3ForConditionalGeneration": dict.fromkeys(("gemma3_text", None), "Gemma3ForCausalLM"),
+    "Gemma4ForConditionalGeneration": dict.fromkeys(("gemma4_text", None), "Gemma4ForCausalLM"),
+    "Gemma4UnifiedForConditionalGeneration": dict.fromkeys(("gemma4_unified_text", None), "Gemma4UnifiedForCausalLM"),
     "Qwen3_5ForConditionalGeneration": dict.fromkeys(("qwen3_5_text", None), "Qwen3_5ForCausalLM"),
     "Qwen3_5MoeForConditionalGeneration": dict.fromkeys(("qwen3_5_moe_text", None), "Qwen3_5MoeForCausalLM"),
     "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
 }
-# What Gemma3TextConfig fills in: published descriptions have only what differs.
+# What Gemma3TextConfig and Gemma4TextConfig fill in: published descriptions have only what differs.
 _GEMMA3 = {
     "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072, "query_pre_attn_scalar": 256, "sliding_window": 4096,
 }  # fmt: skip
-_DEFAULTS = {"Gemma3ForCausalLM": _GEMMA3}
+_GEMMA4: dict[str, Any] = {
+    "vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,
+}  # fmt: skip
+_UNIFIED = _GEMMA4 | {"max_position_embeddings": 262_144, "sliding_window": 1024, "model_type": "gemma4_unified_text"}
+_DEFAULTS = {"Gemma3ForCausalLM": _GEMMA3, "Gemma4ForCausalLM": _GEMMA4, "Gemma4UnifiedForCausalLM": _UNIFIED}
 # Keys of the whole that hold for the language model too; those of text_config come first.
 _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype", "torch_dtype", "transformers_version")
 _RENAMED = (("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."), ("model.language_model.", "model."))

@@ -14,7 +14,7 @@
 //
 // Constants: H, K, D, S, M, CACHE_TYPE (cache.h), SCALE (above 0), WINDOW (0: none), CAP (of scores * SCALE, none if not defined), SINKS (none
 // if not defined; they are not scaled).
-// H % K == 0, D % 16 == 0, D from 32 to 256, S a power of two from 8 to 256. If LATENT (cache.h), D is at most 1024, VALUE_D % 16 == 0, and K is
+// H % K == 0, D % 16 == 0, D from 32 to 512, S a power of two from 8 to 256. If LATENT (cache.h), D is at most 1024, VALUE_D % 16 == 0, and K is
 // only in how many parts the heads are divided among units: all read the same keys. Else VALUE_D is D.
 //
 // The online softmax is Milakov and Gimelshein's (arXiv:1805.02867), tiles of rows and keys are FlashAttention's (arXiv:2205.14135), the

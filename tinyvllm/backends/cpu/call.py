@@ -100,7 +100,7 @@ class CpuBackend(ExpertKernels, StateKernels):
     ) -> tuple[Tensor, LayerCache]:
         K, S, D = cache.K, cache.S, cache.D
         T, E = int(x.shape[0]), weight.I
-        H, R = weight.O // D - 2 * K, 0 if angles is None else int(angles.shape[1])
+        H, R = weight.O // D - (qkv.parts - 1) * K, 0 if angles is None else int(angles.shape[1])
         main, *others = packed_parts(weight)
         products = [self._normed_product(variant, x, norm, part, batch.rows) for part in others]
         optional = present(norm.bias, main.tensor, *products, qkv.bias, qkv.q_norm, qkv.k_norm, angles)
@@ -111,10 +111,11 @@ class CpuBackend(ExpertKernels, StateKernels):
             E=E, H=H, K=K, D=D, S=S, R=R, MAIN=main.O // D, SECOND=others[0].O // D if others else 0, WEIGHT=main.format,
             CACHE_TYPE=cache_format(cache), NORM=norm.kind, BIAS=int(qkv.bias is not None), QK_NORM=int(qkv.q_norm is not None),
             EPS=constant(norm.eps), QK_EPS=constant(qkv.qk_eps), **policies.row_bias(qkv.bias), **policies.ranks(cache.ranks),
+            **policies.values(qkv.parts, qkv.value_norm),
         )  # fmt: skip
-        outs = [empty(x, T, H, D), cache.keys, cache.values, scratch(x, prepared_bytes(main.format, T, E))]
-        q, keys, values, _ = launch(kernel, outs, ins)
-        return q, cache.after(keys, values)
+        written = [cache.keys, cache.values] if qkv.parts > 1 else [empty(x, 1), empty(x, 1)]
+        q, keys, values, _ = launch(kernel, [empty(x, T, H, D), *written, scratch(x, prepared_bytes(main.format, T, E))], ins)
+        return q, cache.after(keys, values) if qkv.parts > 1 else cache
 
     def _normed_product(self, variant: str, x: Tensor, norm: NormWeights, part: PackedWeight, count: Tensor) -> Tensor:
         """norm(x) . part^T, float32 [T, O], by the kernel of the head: a launch of its own, because no launch reads two formats."""

@@ -22,7 +22,7 @@ _INPUTS = multiple_of("inputs", WIDTH)
 _HEADS = multiple_of("head_dim", 16)
 _ONE_FORMAT = matrices(1, "parts of several formats are multiplied by norm_qkv_rope_store and norm_gate_up_silu")
 _VALUES, _LATENTS = multiple_of("latent", 16), between("head_dim", 32, 1024)
-_WIDTHS = between("head_dim", 32, 256)
+_WIDTHS = between("head_dim", 32, 512)
 
 
 def _widths(facts: ShapeFacts) -> str | None:

@@ -18,6 +18,7 @@ from tinyvllm.backends.limits import (
     no_sinks,
     norm_by_head,
     one_bias,
+    own_values,
     pairs_of_sixteen,
     plain_logits,
     plain_outputs,
@@ -63,7 +64,7 @@ _ATTENTION = (
 
 LIMITS: Limits = {
     "embed": (_INPUTS, plain_rows),
-    "norm_qkv_rope_store": (*_PRODUCT, rms_norm_only, _HEADS, norm_by_head, one_bias),
+    "norm_qkv_rope_store": (*_PRODUCT, rms_norm_only, _HEADS, norm_by_head, own_values, one_bias),
     "kv_append": (_HEADS, stored_values),
     "attention_decode": (*_ATTENTION, no_cap, no_sinks, stored_values),
     "attention_prefill": (*_ATTENTION, no_cap, no_sinks, stored_values),

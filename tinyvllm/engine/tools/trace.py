@@ -178,14 +178,14 @@ class StepTrace(EngineObserver):
 
     def _attention_bytes(self, schedule: Schedule) -> dict[str, Iterator[float]]:
         """Keys and values that the attention of each layer reads, which no plan can know: contexts grow without a new capture."""
-        token, windows = self._runner.kv_bytes_per_layer, self._runner.windows
+        tokens, windows = self._runner.kv_bytes_by_layer, self._runner.windows
         lengths: dict[str, list[tuple[int, int]]] = {"attention_decode": [], "attention_prefill": []}
         for entry in schedule.entries:
             stem = "attention_decode" if entry.num_tokens == 1 or entry.drafts else "attention_prefill"
             lengths[stem].append((entry.start + entry.num_tokens, entry.num_tokens))
 
         def layers(stem: str) -> Iterator[float]:
-            for window in windows:
+            for window, token in zip(windows, tokens, strict=True):
                 yield sum(min(context, window - 1 + count) if window else context for context, count in lengths[stem]) * token
 
         return {stem: layers(stem) for stem in lengths}
