@@ -300,7 +300,7 @@ def test_the_limit_of_concurrency_holds() -> None:
 
 
 def test_a_server_is_waited_for() -> None:
-    clock = FakeTime()
+    clock, told = FakeTime(), list[str]()
 
     class Starting:
         url = "http://x"
@@ -312,10 +312,11 @@ def test_a_server_is_waited_for() -> None:
             return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
     def wait(*answers: Stream) -> str | None:
-        return asyncio.run(wait_until_ready(Starting(*answers), 30, Timing(clock.now, clock.sleep)))
+        return asyncio.run(wait_until_ready(Starting(*answers), 30, Timing(clock.now, clock.sleep), told.append))
 
     loading, up = Stream(503, error="503: loading"), Stream(200, body=b'{"data": [{"id": "m"}]}')
     assert wait(Stream(error="no connection"), loading, up) == "m"
+    assert told == ["waiting up to 30 s for http://x: no connection"]
     assert wait(Stream(404, error="404: no")) is None and wait(Stream(200, body=b"<html>")) is None
     with pytest.raises(TinyvllmError, match="not ready within 30 s, its last answer: 503: loading"):
         wait(loading)

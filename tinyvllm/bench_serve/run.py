@@ -88,9 +88,14 @@ async def run_load(
     return Load(timing.now() - start, tuple(task.result() for task in running))
 
 
-async def wait_until_ready(client: Getter, seconds: float, timing: Timing = Timing()) -> str | None:
-    """The first model that the server lists, None if it has no list. TinyvllmError if it does not answer within `seconds`, or refuses."""
-    end, pause = timing.now() + seconds, READY_PAUSE
+async def wait_until_ready(
+    client: Getter, seconds: float, timing: Timing = Timing(), tell: Callable[[str], None] = lambda text: None
+) -> str | None:
+    """The first model that the server lists, None if it has no list. TinyvllmError if it does not answer within `seconds`, or refuses.
+
+    `tell` gets a line where the server is not ready at once.
+    """
+    end, pause, told = timing.now() + seconds, READY_PAUSE, False
     while True:
         answer = await client.get("/v1/models")
         if answer.status == 200 and answer.error is None:
@@ -104,6 +109,9 @@ async def wait_until_ready(client: Getter, seconds: float, timing: Timing = Timi
                 f"bench serve: {client.url} was not ready within {seconds:g} s, its last answer: {answer.error}; start a server, or give "
                 "--base-url and --ready-check-timeout-sec"
             )
+        if not told:
+            tell(f"waiting up to {seconds:g} s for {client.url}: {answer.error}")
+            told = True
         await timing.sleep(pause)
         pause = min(2 * pause, MAX_READY_PAUSE)
 

@@ -173,7 +173,11 @@ async def measured(client: Client, setup: Setup, options: argparse.Namespace) ->
     """The model's name at the server, and a record of each load."""
     from tinyvllm.bench_serve.run import run_load, wait_until_ready
 
-    listed = await wait_until_ready(client, options.ready_check_timeout_sec)
+    def tell(text: str) -> None:
+        if not options.quiet:
+            print(text, file=sys.stderr)
+
+    listed = await wait_until_ready(client, options.ready_check_timeout_sec, tell=tell)
     model = options.model or listed
     if model is None:
         raise TinyvllmError(f"bench serve: {client.url} does not list its models: give --model NAME")
