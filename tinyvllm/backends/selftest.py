@@ -136,7 +136,7 @@ def needs_by_format(placement: Placement) -> dict[str, list[Need]]:
 def _product_needs(stem: str, placement: Placement, layout: Layout, format: str) -> list[ShapeFacts]:
     """Facts of a product, or of an embedding table, which is the head's matrix or rows of a file."""
     layouts = dict.fromkeys((layout, Layout.ROWS)) if stem == "embed" else (layout,)
-    matrices = {"norm_qkv_rope_store": 3, "norm_gate_up_silu": 2}.get(stem, 1) if layout is Layout.ROWS else 1
+    matrices = {"norm_qkv_rope_store": 3, "norm_gate_up_silu": 2, "experts_gate_up_silu": 2}.get(stem, 1) if layout is Layout.ROWS else 1
     facts = ShapeFacts(placement, 256, 64, format, matrices=matrices, cache_format=_FIRST, head_dim=64, block_size=16)
     return [replace(facts, layout=each.value) for each in layouts]
 

@@ -143,8 +143,11 @@ class Ranks:
         """Notice a rank that ends, stops or waits for ever. Time in which this process did not run itself does not count as silence."""
         silent = dict.fromkeys(range(1, len(self._sockets) + 1), 0.0)
         with selectors.DefaultSelector() as selector:
-            for rank, link in enumerate(self._sockets, start=1):
-                selector.register(link, selectors.EVENT_READ, rank)
+            try:
+                for rank, link in enumerate(self._sockets, start=1):
+                    selector.register(link, selectors.EVENT_READ, rank)
+            except ValueError:  # `close` was faster than the start of this thread
+                return
             while not self._closing and self.failure is None:
                 start = time.monotonic()
                 alive = {key.data for key, _ in selector.select(BEAT_SECONDS) if self._receives(key.data)}
