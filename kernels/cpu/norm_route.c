@@ -21,28 +21,7 @@
 // E % 32 == 0, C <= X <= 4096. A row with a logit that is not finite has NaN for shares. Units of work: a row to prepare; a pair of panels
 // with PIECE rows; a row to choose for. Then one thread counts.
 #define I E
-#ifndef SIGMOID
-#define SIGMOID 0
-#endif
-#ifndef LOGIT_BIAS
-#define LOGIT_BIAS 0
-#endif
-#ifndef CHOICE_BIAS
-#define CHOICE_BIAS 0
-#endif
-#ifndef EXPERT_GROUPS
-#define EXPERT_GROUPS 1
-#define KEPT_GROUPS 1
-#endif
-#ifndef GROUP_SCORES
-#define GROUP_SCORES 2
-#endif
-#ifndef SHARED_GATE
-#define SHARED_GATE 0
-#endif
-#ifndef SHARE_SCALE
-#define SHARE_SCALE 1.0f
-#endif
+#include "routing.h"
 #define BIAS (LOGIT_BIAS || CHOICE_BIAS)
 #define BY_SCORES (SIGMOID || CHOICE_BIAS || EXPERT_GROUPS > 1)
 #include "activations.h"

@@ -11,28 +11,7 @@
 #pragma once
 #include "order.h"
 
-#ifndef SIGMOID
-#define SIGMOID 0
-#endif
-#ifndef LOGIT_BIAS
-#define LOGIT_BIAS 0
-#endif
-#ifndef CHOICE_BIAS
-#define CHOICE_BIAS 0
-#endif
-#ifndef EXPERT_GROUPS
-#define EXPERT_GROUPS 1
-#define KEPT_GROUPS 1
-#endif
-#ifndef GROUP_SCORES
-#define GROUP_SCORES 2
-#endif
-#ifndef SHARED_GATE
-#define SHARED_GATE 0
-#endif
-#ifndef SHARE_SCALE
-#define SHARE_SCALE 1.0f
-#endif
+#include "routing.h"
 #define BY_SCORES (SIGMOID || CHOICE_BIAS || EXPERT_GROUPS > 1)
 #define LOGITS (X + SHARED_GATE)
 #define OF_GROUP (X / EXPERT_GROUPS)
