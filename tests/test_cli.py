@@ -747,7 +747,7 @@ def test_kernels_says_what_runs_each_op_and_why(tiny_model: Path, tmp_path: Path
     rows = {stem: (row, why) for stem, _, row, why in lines}
     assert {"embed", "norm_qkv_rope_store", "attention_decode", "attention_prefill", "norm_gate_up_silu", "norm_head"} <= rows.keys()
     assert rows["matmul"] == ("plain", "TINYVLLM_KERNELS asks for it")
-    assert rows["attention_decode"][0] == "ref" and "head dimension from 32 to 256; the model has 16" in rows["attention_decode"][1]
+    assert rows["attention_decode"][0] == "ref" and "head dimension from 32 to 512; the model has 16" in rows["attention_decode"][1]
     assert "device CPU" in below
 
 

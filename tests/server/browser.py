@@ -79,12 +79,22 @@ class Browser:
 
     def go(self, url: str) -> None:
         self.call("Page.navigate", url=url)
-        self.wait(f"location.href.startsWith({url!r}) && document.readyState === 'complete'")
+        self._loaded(f"location.href.startsWith({url!r}) && document.readyState === 'complete'")
+
+    def _loaded(self, script: str) -> None:
+        """Wait for the expression in the page that is on its way: an evaluation that the old page's end cuts off is asked again."""
+        while True:
+            try:
+                self.wait(script)
+                return
+            except RuntimeError as error:
+                if "navigated or closed" not in str(error):
+                    raise
 
     def reload(self) -> None:
         self.run("window.before = 1")
         self.call("Page.reload")
-        self.wait("!window.before && document.readyState === 'complete'")
+        self._loaded("!window.before && document.readyState === 'complete'")
 
     def type(self, text: str) -> None:
         self.call("Input.insertText", text=text)
