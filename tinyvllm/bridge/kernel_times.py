@@ -18,10 +18,11 @@ class KernelTime:
 
 
 class KernelTimer:
-    """The launches of captured steps that one thread has run between `start_timing` and `stop_timing`."""
+    """The launches of captured steps that one thread has run between `start_timing` and `stop_timing`, and what it took to note them."""
 
     def __init__(self) -> None:
         self.times: list[KernelTime] = []
+        self.spent = 0.0  # seconds after the kernels had run
 
 
 _current: tuple[int, KernelTimer] | None = None  # the thread that is timed: another engine of the process is not

@@ -125,6 +125,8 @@ static inline void prepare_row(uint8_t *row, const float *x) {
 // One panel's last bytes prefetch the first of the next: without that a core reads a quarter less (Q4_0: 18 KB a panel).
 #ifdef LANES_AVX2
 #define AHEAD(panels, tokens) ((panels) == 2 ? 4096 : 8192)
+#elif INTEGERS && PART == 16  // their lines are not read in the order of memory, so hardware prefetches less of them
+#define AHEAD(panels, tokens) 8192
 #else
 #define AHEAD(panels, tokens) ((panels) == 2 ? 2048 : (tokens) <= 2 ? 4096 : 8192)
 #endif

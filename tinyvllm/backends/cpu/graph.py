@@ -81,6 +81,7 @@ def run_timed(pool: ThreadPool, words: np.ndarray, launches: Sequence[Launch], t
     timer.times += [
         launch.timed(start, end - start) for launch, start, end in zip(launches, starts[:-1].tolist(), starts[1:].tolist(), strict=True)
     ]
+    timer.spent += pool.clock()[1] - end_seconds
 
 
 def _encoded(kernel: GraphKernel, team: int) -> tuple[list[int], list[int]]:

@@ -11,13 +11,12 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, cast
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from tinyvllm.engine.observer import LAUNCH_ENDED, LAUNCH_STARTED, EngineObserver, Marks
 from tinyvllm.engine.output import ActiveRequest
 from tinyvllm.engine.tools.kernel_table import KernelRoof, KernelTable
+from tinyvllm.engine.tools.step_slices import StepNote, StepSlices
 from tinyvllm.engine.tools.trace_output import TraceOutput
 from tinyvllm.request import RequestOutput
 from tinyvllm.runner.kernel_timing import KernelTime, KernelTimer, start_timing, stop_timing
@@ -28,15 +27,12 @@ if TYPE_CHECKING:
 
 SAMPLE_EVERY = 64  # steps at least, of which one has its kernels timed
 SAMPLE_EVERY_GPU = 512  # where a sampled step runs its kernels one by one
-SAMPLE_SHARE = 0.004  # of the time at most is spent on the events of sampled steps: short steps are sampled less often
+SAMPLE_SHARE = 0.003  # of the time at most is spent on the kernels of sampled steps: short steps are sampled less often
 COUNTER_SECONDS = 0.1  # between two readings of the memory
 FLUSH_SECONDS = 1.0
 FLUSH_EVENTS = 4096
-FORMAT_STEPS = (
-    64  # whose texts are made together, a tenth of a second's at most: one by one, in caches that kernels have filled, took twice as long
-)
+FORMAT_STEPS = 256  # whose texts are made together, a tenth of a second's at most
 MAX_MARKS = 1 << 14  # of steps without a text, most of which have failed then
-MAX_TEMPLATES = 64  # orders of phases: a step has one of a handful
 MAX_ID = 64  # characters of a request's id
 _PHASES = {LAUNCH_STARTED: "prepare", LAUNCH_ENDED: "launch", "run": "wait"}  # what ends there
 _STEPS, _REQUESTS, _KERNELS = 1, 2, 3  # threads of the trace
@@ -65,8 +61,8 @@ class StepTrace(EngineObserver):
         self._start = time.perf_counter()
         self._count_at, self._flush_at = self._start, self._start + FLUSH_SECONDS  # when the memory is read, and events are written
         self.marks: Marks = []  # of steps that are no text yet
-        self._steps: list[tuple[int, int, str]] = []  # of these their rows and sequences, and whether they were sampled
-        self._templates: dict[tuple[str, ...], str] = {}  # of steps with these phases
+        self._notes: list[StepNote] = []  # of these, but for one that failed
+        self._slices = StepSlices(_STEPS, self._start, _PHASES)
         self._last = self._start  # the end of the last step
         self._rows = self._num_sequences = 0  # of the last schedule
         self._attention: dict[str, Iterator[float]] = {}  # bytes that the next layer's attention reads, by the stem of its kernel
@@ -92,6 +88,7 @@ class StepTrace(EngineObserver):
             self._format_steps()
         self._sampling = self._until_sample <= 0 and self._last >= self._sample_after
         if self._sampling:
+            self._timer.spent = 0.0
             start_timing(self._timer)
 
     def step_launched(self, schedule: Schedule, owners: Mapping[int, ActiveRequest], num_steps: int) -> None:
@@ -102,14 +99,14 @@ class StepTrace(EngineObserver):
             self._attention = self._attention_bytes(schedule)
 
     def step_finished(self) -> None:
-        self._steps.append((self._rows, self._num_sequences, "true" if self._sampling else "false"))
+        self._notes.append(StepNote(self._rows, self._num_sequences, self._sampling))
         self._last = now = float(self.marks[-1])
         if self._sampling:
             self._take_sample()
         self._until_sample -= 1
         self.num_steps += 1
         ends = self.num_steps == self._max_steps
-        if ends or len(self._steps) >= FORMAT_STEPS or now > self._count_at:
+        if ends or len(self._notes) >= FORMAT_STEPS or now > self._count_at:
             self._format_steps()
             self._write_due(now)
             if ends or self._output.full:
@@ -117,23 +114,10 @@ class StepTrace(EngineObserver):
 
     def _format_steps(self) -> None:
         """Make texts of the steps since the last call. A step that failed has no end, and no text."""
-        if not self._steps:
-            self.marks.clear()
-            return
-        names = cast("list[str]", self.marks[::2])
-        at = (1e6 * (np.array(self.marks[1::2]) - self._start)).astype(np.int64)
-        ends = np.flatnonzero(np.array(names) == "end").tolist()
-        slices = np.stack([at, np.diff(at, append=0)], axis=1).reshape(-1).tolist()  # of each mark its time, and that until the next
+        if self._notes:
+            self._events += self._slices.texts(self.marks, self._notes)
+            self._notes = []
         self.marks.clear()
-        steps, self._steps, start = self._steps, [], 0
-        for end, about in zip(ends, steps, strict=True):
-            while "step" in (later := names[start + 1 : end]):  # one that failed
-                start += 1 + later.index("step")
-            first, last = 2 * start, 2 * end
-            self._events.append(
-                self._template(tuple(later)) % (slices[first], slices[last] - slices[first], *about, *slices[first : last - 2])
-            )
-            start = end + 1
 
     def _write_due(self, now: float) -> None:
         if now > self._count_at:
@@ -143,18 +127,9 @@ class StepTrace(EngineObserver):
             self._flush_at = now + FLUSH_SECONDS
             self._flush()
 
-    def _template(self, phases: tuple[str, ...]) -> str:
-        """The text of a step with these phases, without its numbers: to format each slice alone took three times as long."""
-        template = self._templates.get(phases)
-        if template is None:
-            if len(self._templates) >= MAX_TEMPLATES:
-                self._templates.clear()
-            template = self._templates[phases] = _step_template(phases)
-        return template
-
     def _take_sample(self) -> None:
         """The kernels that ran in this step. One without a captured step, as at the first use of a shape, leaves the next to be sampled."""
-        times = self._stop_sampling()
+        times, spent = self._stop_sampling(), self._timer.spent
         if not times:
             return
         began, self._until_sample = time.perf_counter(), self._sample_every
@@ -169,7 +144,7 @@ class StepTrace(EngineObserver):
                 f'"of roof":{share:.3f},"bound":"{bound}"}}'
             )
             self._events.append(self._slice(_KERNELS, kernel.name, kernel.start, kernel.start + kernel.seconds, arguments))
-        self._sample_after = self._last + (time.perf_counter() - began) / SAMPLE_SHARE
+        self._sample_after = self._last + (spent + time.perf_counter() - began) / SAMPLE_SHARE
 
     def _stop_sampling(self) -> list[KernelTime]:
         stop_timing(self._timer)
@@ -280,13 +255,6 @@ def resident_bytes() -> int | None:
             return int(file.read(256).split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return None
-
-
-def _step_template(phases: tuple[str, ...]) -> str:
-    """Whole microseconds: to format fractions took as long as all the rest."""
-    step = f'{{"ph":"X","pid":1,"tid":{_STEPS},"name":"step","ts":%d,"dur":%d,"args":{{"rows":%d,"sequences":%d,"sampled":%s}}}}'
-    named = [_PHASES.get(phase, phase) for phase in phases]
-    return ",\n".join([step, *(f'{{"ph":"X","pid":1,"tid":{_STEPS},"name":"{name}","ts":%d,"dur":%d}}' for name in named)])
 
 
 def _name(thread: int, name: str) -> str:
