@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 CLANG := $(shell clang --version 2>/dev/null | sed -n 's/.*version \([0-9]*\).*/\1/p' | head -n 1)
 EXTRA := $(shell [ "$(CLANG)" -ge 16 ] 2>/dev/null || echo clang)
 
-CHECKS := tests/test_house.py tests/test_words.py tests/test_docs.py tests/test_config.py tests/test_request.py tests/cache tests/scheduler \
+CHECKS := tests/test_house.py tests/test_words.py tests/test_docs.py tests/config tests/test_package.py tests/test_request.py tests/cache tests/scheduler \
   tests/backends/test_registry.py tests/ops/test_linear.py tests/ops/test_attention.py tests/quant tests/weights/test_gguf.py tests/runner/test_prepare.py \
   tests/sampling/test_sampler.py tests/engine/test_engine.py tests/engine/test_decode_reuse.py tests/text/test_chat.py tests/server/core tests/cli
 SOURCES = $(shell find kernels -name '*.c' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.metal')

@@ -41,7 +41,7 @@ def environment(o: argparse.Namespace) -> None:
     from tinyvllm.backends.cpu.toolchain import has_compiler, provide_compiler
     from tinyvllm.backends.cuda import nvrtc
     from tinyvllm.backends.cuda.driver import gpu_attribute
-    from tinyvllm.config import cache_folder
+    from tinyvllm.config.switches import cache_folder
 
     start(o)
     device, described = o.machine.device, o.machine.describe()

@@ -98,7 +98,7 @@ def effort(o: argparse.Namespace) -> Any:
 
 
 def start(o: argparse.Namespace) -> None:
-    from tinyvllm.config import cache_folder
+    from tinyvllm.config.switches import cache_folder
     from tinyvllm.errors import ArgumentError, KernelError
     from tinyvllm.runner.device import start_device
 

@@ -18,7 +18,7 @@ from statistics import median
 
 from benchmarks.harness import record, table
 from tinyvllm import LLM
-from tinyvllm.config import EngineConfig, resolve
+from tinyvllm.config.engine import EngineConfig, resolve
 from tinyvllm.engine.frontend import plan_engine
 from tinyvllm.engine.tools.plan import SPEED_TOKENS, on_device
 from tinyvllm.engine.tools.rehearsal import Rehearsal

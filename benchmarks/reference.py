@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
-    from tinyvllm.config import cache_folder
+    from tinyvllm.config.switches import cache_folder
     from tinyvllm.runner.device import start_device
 
     start_device("CPU", cache_folder())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinyvllm.config import cache_folder
+from tinyvllm.config.switches import cache_folder
 from tinyvllm.runner.device import start_device
 
 

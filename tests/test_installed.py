@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tinyvllm.config import VERSION
+from tinyvllm.version import VERSION
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "tinyvllm", "kernels")

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tinyvllm import speculative
-from tinyvllm.config import resolve
+from tinyvllm.config.engine import resolve
 from tinyvllm.errors import ArgumentError
 from tinyvllm.speculative import SpeculativeConfig, parse
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm.config import VERSION
+from tinyvllm.version import VERSION
 
 if TYPE_CHECKING:
     from tinyvllm.engine.async_llm import AsyncLLM

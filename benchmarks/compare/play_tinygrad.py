@@ -16,7 +16,7 @@ class Tinygrad:
         from pathlib import Path
 
         from tinyvllm.backends.cpu.toolchain import provide_compiler
-        from tinyvllm.config import cache_folder
+        from tinyvllm.config.switches import cache_folder
 
         os.environ.setdefault("DEV", "CPU")
         provide_compiler(cache_folder())

@@ -270,7 +270,7 @@ def test_running_out_of_memory_is_no_kernels_fault(monkeypatch, folder):
 
 SCRIPT = """
 import sys
-from tinyvllm.config import cache_folder
+from tinyvllm.config.switches import cache_folder
 from tinyvllm.runner.device import start_device
 start_device("CPU", cache_folder())
 from tinyvllm.backends import registry, source

@@ -25,7 +25,7 @@ from tests.planting import forget_code, plant
 from tinyvllm.backends import registry, selftest
 from tinyvllm.backends.cases.case import TESTED
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.config import cache_folder
+from tinyvllm.config.switches import cache_folder
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout, packed_in
 from tinyvllm.quant.kv import KV_FORMATS

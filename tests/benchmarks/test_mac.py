@@ -25,7 +25,7 @@ from tests.emulator.metal_runtime import Runtime, metal_device
 from tests.metal import on_gpu
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import plan as metal_records
-from tinyvllm.config import cache_folder
+from tinyvllm.config.switches import cache_folder
 from tinyvllm.quant.codecs import unpack
 from tinyvllm.quant.formats import FORMATS
 from tinyvllm.runner.device import start_device

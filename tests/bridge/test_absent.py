@@ -7,7 +7,7 @@ import sys
 
 CODE = """
 import sys
-from tinyvllm.config import cache_folder
+from tinyvllm.config.switches import cache_folder
 from tinyvllm.runner.device import start_device
 start_device("CPU", cache_folder())
 from tinygrad.runtime.support import c

@@ -302,7 +302,7 @@ def test_a_forked_child_has_its_own_launcher():
 
 def test_debug_shows_a_kernels_work():
     code = (
-        "import numpy as np\nfrom tinyvllm.config import cache_folder\nfrom tinyvllm.runner.device import start_device\n"
+        "import numpy as np\nfrom tinyvllm.config.switches import cache_folder\nfrom tinyvllm.runner.device import start_device\n"
         "start_device('CPU', cache_folder())\nfrom tests.ops.inputs import *\nfrom tinyvllm.ops.linear import linear\n"
         "linear(realized(numbers(4, 256)), packed('F32', 512, 256), int32(4)).realize().numpy()"
     )

@@ -12,7 +12,7 @@ import pytest
 
 from tinyvllm import LLM
 from tinyvllm.cli import main
-from tinyvllm.config import DEFAULT_MODEL
+from tinyvllm.config.engine import DEFAULT_MODEL
 from tinyvllm.engine.tools import bench
 from tinyvllm.engine.tools.bench import Workload, bench_options, roofs, run_tests
 

@@ -22,7 +22,7 @@ from tinyvllm.cli.config_schema import config_schema
 from tinyvllm.cli.definitions import Definition, definitions, is_configurable, switch_of
 from tinyvllm.cli.options import engine_options
 from tinyvllm.cli.serve import model_specs
-from tinyvllm.config import SWITCHES, environment
+from tinyvllm.config.switches import SWITCHES, environment
 from tinyvllm.errors import ArgumentError, TinyvllmError
 
 CONFIGURABLE = [command for command in COMMANDS if is_configurable(PARSERS[command]())]

@@ -14,7 +14,7 @@ from tinyvllm import cli
 from tinyvllm.cli import quality as command
 from tinyvllm.cli.quality_plot import HEIGHT, plot
 from tinyvllm.cli.quality_report import best, best_line, table
-from tinyvllm.config import DEFAULT_MODEL, QUANTIZATIONS
+from tinyvllm.config.engine import DEFAULT_MODEL, QUANTIZATIONS
 
 QUICK = ("--device", "CPU", "--quiet", "--no-decode", "--context", "128", "--windows", "2")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from tinyvllm.backends.cpu import toolchain
 from tinyvllm.backends.cuda.nvrtc import provide_nvrtc
-from tinyvllm.config import cache_folder
+from tinyvllm.config.switches import cache_folder
 from tinyvllm.runner import device
 
 CAPABILITY, MULTIPROCESSORS = (9, 0), 132  # of an H100

@@ -8,7 +8,7 @@ import pytest
 
 from tests.emulator.driver import cuda_device
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.config import DEFAULT_MODEL as MODEL
+from tinyvllm.config.engine import DEFAULT_MODEL as MODEL
 
 OPTIONS: dict[str, Any] = dict(max_model_len=128, max_num_seqs=16, seed=0)
 TEXTS = ["Once upon a time", "Hello! How are you?"]

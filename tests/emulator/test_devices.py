@@ -16,8 +16,8 @@ from tests.emulator.driver import Driver, cuda_device
 from tests.engine.test_tensor_parallel import alive, run_on, start
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backends import registry
-from tinyvllm.config import DEFAULT_MODEL as MODEL
-from tinyvllm.config import resolve
+from tinyvllm.config.engine import DEFAULT_MODEL as MODEL
+from tinyvllm.config.engine import resolve
 from tinyvllm.engine.frontend import plan_engine
 from tinyvllm.engine.tools.recording import read_run
 from tinyvllm.engine.tools.replay import config_of

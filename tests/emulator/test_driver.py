@@ -12,7 +12,7 @@ import pytest
 
 from tests.emulator.driver import Driver, cuda_device
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.config import cache_folder
+from tinyvllm.config.switches import cache_folder
 from tinyvllm.errors import KernelError
 from tinyvllm.runner.device import start_device
 

@@ -18,7 +18,7 @@ from tinyvllm.backends import registry
 from tinyvllm.backends.cuda import call as cuda
 from tinyvllm.backends.cuda import limits
 from tinyvllm.backends.cuda import plan as records
-from tinyvllm.config import DEFAULT_MODEL as MODEL
+from tinyvllm.config.engine import DEFAULT_MODEL as MODEL
 from tinyvllm.runner.memory import read_bandwidth
 
 OPTIONS: dict[str, Any] = dict(max_model_len=128, max_num_seqs=16, seed=0)

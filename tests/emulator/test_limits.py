@@ -8,7 +8,7 @@ import pytest
 
 from tests.emulator.driver import cuda_device
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.config import DEFAULT_MODEL as MODEL
+from tinyvllm.config.engine import DEFAULT_MODEL as MODEL
 from tinyvllm.errors import OutOfMemoryError
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

@@ -17,7 +17,7 @@ from tests.emulator.metal_runtime import metal_device
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backends import autotune, registry
 from tinyvllm.backends.metal import plan as metal_records
-from tinyvllm.config import DEFAULT_MODEL as MODEL
+from tinyvllm.config.engine import DEFAULT_MODEL as MODEL
 from tinyvllm.runner.prepare import StepInputs
 from tinyvllm.storage.cache import open_cache
 

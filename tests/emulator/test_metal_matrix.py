@@ -17,7 +17,7 @@ from tinyvllm import LLM, SamplingParams
 from tinyvllm.backends import registry
 from tinyvllm.backends.metal.probe import unexpected_matrix_layout
 from tinyvllm.bridge import Captured, download
-from tinyvllm.config import DEFAULT_MODEL as MODEL
+from tinyvllm.config.engine import DEFAULT_MODEL as MODEL
 from tinyvllm.errors import ReplacedKernelError
 from tinyvllm.ops.linear import linear
 from tinyvllm.placement import Placement

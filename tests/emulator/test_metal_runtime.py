@@ -15,7 +15,7 @@ import pytest
 from tests.emulator.metal_runtime import Copy, Dispatch, Execute, MetalError, Runtime, metal_device
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernel_source
-from tinyvllm.config import cache_folder
+from tinyvllm.config.switches import cache_folder
 from tinyvllm.errors import KernelError
 from tinyvllm.runner.device import start_device
 

@@ -21,7 +21,7 @@ from tinyvllm.backends.cuda import launch as cuda_launch
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.selftest import test_kernels as check_kernels
 from tinyvllm.bridge import download, mapped
-from tinyvllm.config import DEFAULT_MODEL
+from tinyvllm.config.engine import DEFAULT_MODEL
 from tinyvllm.ops.copy import copy_blocks
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout

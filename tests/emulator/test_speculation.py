@@ -13,7 +13,7 @@ from tests.engine.drafting import Oracle, speculate
 from tests.engine.test_rounds import all_free, results
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backends.registry import choices, forget_choices
-from tinyvllm.config import DEFAULT_MODEL as MODEL
+from tinyvllm.config.engine import DEFAULT_MODEL as MODEL
 from tinyvllm.engine import speculation
 
 OPTIONS: dict[str, Any] = dict(max_model_len=128, max_num_seqs=4, seed=0)

@@ -15,7 +15,7 @@ PARAMS = [SamplingParams(temperature=t, seed=4, max_tokens=5, ignore_eos=True) f
 
 def use_own_steps(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Keep steps in `folder`, and what is compiled in the folder of all tests: every start would compile."""
-    from tinyvllm.config import cache_folder
+    from tinyvllm.config.switches import cache_folder
 
     for room in ("kernels", "tinygrad"):
         (shared := cache_folder() / room).mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ import tinyvllm.demo
 from tests.engine.drafting import Fixed, Oracle, speculate
 from tests.engine.test_rounds import all_free, results
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.errors import ArgumentError
 from tinyvllm.speculate.controller import AdaptiveController, WindowController
 from tinyvllm.speculate.ngram import NgramDrafter

@@ -8,7 +8,7 @@ import pytest
 
 from tests.speculate import heads as tiny
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.engine.drafter_memory import drafter_memory
 from tinyvllm.engine.engine import Engine
 from tinyvllm.errors import ArgumentError, ModelError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.engine import kept_costs
 from tinyvllm.engine.kept_costs import MAX_POINTS, MAX_ROWS, KeptCosts
 from tinyvllm.placement import Placement

@@ -28,7 +28,7 @@ from tests.in_turn import in_turn
 from tests.tiny.to_gguf import read_folder
 from tinyvllm import LLM, RequestOutput, SamplingParams
 from tinyvllm.backends import registry
-from tinyvllm.config import DEFAULT_MODEL
+from tinyvllm.config.engine import DEFAULT_MODEL
 from tinyvllm.placement import Placement
 
 GOLDEN = Path(__file__).parents[1] / "tiny" / "golden"

@@ -16,7 +16,7 @@ from tinygrad import dtypes
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backends import registry
 from tinyvllm.cli import main
-from tinyvllm.config import KV_CACHE_DTYPES, resolve
+from tinyvllm.config.engine import KV_CACHE_DTYPES, resolve
 from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import Latent
 from tinyvllm.runner.kv import BlockShape

@@ -21,7 +21,7 @@ from tests.tiny.small_floats import experts_in_mxfp4
 from tests.tiny.to_gguf import read_folder, write_gguf
 from tests.tiny.wide import with_wide_experts
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.config import DEFAULT_MODEL
+from tinyvllm.config.engine import DEFAULT_MODEL
 from tinyvllm.distributed import ranks
 from tinyvllm.errors import KernelError, ModelError, RankError, RequestError
 

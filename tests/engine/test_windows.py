@@ -13,7 +13,7 @@ import pytest
 from tests.engine.windowed import LENGTHS, MOST, SIZE, STEP, WINDOW, Answer, answers, check_turns, count_held, load, params, prompt
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backends import registry
-from tinyvllm.config import resolve
+from tinyvllm.config.engine import resolve
 from tinyvllm.engine.frontend import plan_engine
 from tinyvllm.engine.scoring import PIECE
 from tinyvllm.windows import Window

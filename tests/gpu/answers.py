@@ -17,7 +17,8 @@ from tinygrad import Tensor
 from tests.kernels.test_sample import logits_of, params
 from tinyvllm.backends.cpu.toolchain import has_compiler
 from tinyvllm.bridge import download
-from tinyvllm.config import DEFAULT_MODEL, cache_folder
+from tinyvllm.config.engine import DEFAULT_MODEL
+from tinyvllm.config.switches import cache_folder
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.runner.device import start_device
 from tinyvllm.sampling.sampler import Sampler, SamplingFlags

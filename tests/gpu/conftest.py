@@ -22,7 +22,7 @@ import pytest
 
 from tests.gpu.attempts import pytest_collection_modifyitems, pytest_runtest_logreport, pytest_runtest_setup  # noqa: F401  hooks
 from tests.gpu.operands import DEVICE, DRY, EMULATED, tiled
-from tinyvllm.config import cache_folder
+from tinyvllm.config.switches import cache_folder
 from tinyvllm.runner.device import start_device
 
 TIMEOUT = 600 if EMULATED else 60  # seconds until a test counts as hanging

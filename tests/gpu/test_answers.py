@@ -9,7 +9,7 @@ from tests.gpu import answers
 from tests.gpu.test_tokens import CLOSE
 from tinyvllm import LLM
 from tinyvllm.backends.cpu.toolchain import has_compiler
-from tinyvllm.config import DEFAULT_MODEL
+from tinyvllm.config.engine import DEFAULT_MODEL
 
 needs_cpu = pytest.mark.skipif(not has_compiler(), reason="no C compiler for the CPU's kernels")
 

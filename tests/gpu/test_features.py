@@ -19,7 +19,7 @@ from tests.gpu import answers
 from tests.gpu.operands import DEVICE, TOY_MODEL
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backends import registry
-from tinyvllm.config import DEFAULT_MODEL
+from tinyvllm.config.engine import DEFAULT_MODEL
 
 pytestmark = [pytest.mark.long] if TOY_MODEL else []
 PROMPTS, TOKENS = (answers.PROMPTS[:2], 6) if TOY_MODEL else (answers.PROMPTS, answers.TOKENS)

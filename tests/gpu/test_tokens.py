@@ -13,7 +13,7 @@ from tests.gpu.answers import greedy
 from tests.gpu.operands import DEVICE, EMULATED, TOY_MODEL, both
 from tests.ops.inputs import int32, numbers, realized
 from tinyvllm.backends.cpu.toolchain import has_compiler
-from tinyvllm.config import DEFAULT_MODEL
+from tinyvllm.config.engine import DEFAULT_MODEL
 from tinyvllm.ops.copy import copy_blocks
 from tinyvllm.request import SamplingParams
 

@@ -16,7 +16,7 @@ from tests.kernels.calling import aligned, call
 from tinyvllm.backends.cpu.toolchain import cpu_features
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.bridge import download
-from tinyvllm.config import cache_folder
+from tinyvllm.config.switches import cache_folder
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.runner.device import start_device
 from tinyvllm.sampling.sampler import Column, Sampler, SamplingFlags

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tinyvllm.config import resolve
+from tinyvllm.config.engine import resolve
 from tinyvllm.errors import ArgumentError
 from tinyvllm.kv_events.config import Endpoint, KVEventsConfig, parse, parse_endpoint
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tinyvllm import SamplingParams, cli
-from tinyvllm.config import resolve
+from tinyvllm.config.engine import resolve
 from tinyvllm.engine.engine import Engine
 from tinyvllm.engine.tools.record import Recorder
 from tinyvllm.engine.tools.recording import read_run

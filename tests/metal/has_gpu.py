@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> int:
-    from tinyvllm.config import cache_folder
+    from tinyvllm.config.switches import cache_folder
     from tinyvllm.errors import TinyvllmError
     from tinyvllm.runner.device import start_device
 

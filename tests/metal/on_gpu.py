@@ -18,7 +18,7 @@ from tinygrad.device import BufferSpec
 from tests.emulator.emulate import Arrays
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernel_text
-from tinyvllm.config import cache_folder
+from tinyvllm.config.switches import cache_folder
 from tinyvllm.runner.device import start_device
 
 ALIGNMENT = 256  # bytes, of arrays, as on the host

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is installed by `make test-
 transformers = pytest.importorskip("transformers", reason="transformers is installed by `make test-peers` only")
 
 from tinyvllm import LLM  # noqa: E402
-from tinyvllm.config import DEFAULT_MODEL  # noqa: E402
+from tinyvllm.config.engine import DEFAULT_MODEL  # noqa: E402
 from tinyvllm.request import BeamSearchParams  # noqa: E402
 
 PROMPTS = ("Once upon a time there was a little", "The dog ran to the park. They played all day, and", "They were very happy")

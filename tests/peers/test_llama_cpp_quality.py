@@ -17,7 +17,7 @@ llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is install
 
 from tests.tiny.to_gguf import write_gguf  # noqa: E402
 from tinyvllm import LLM  # noqa: E402
-from tinyvllm.config import DEFAULT_MODEL  # noqa: E402
+from tinyvllm.config.engine import DEFAULT_MODEL  # noqa: E402
 from tinyvllm.demo.corpus import held_out_text  # noqa: E402
 from tinyvllm.engine.tools.quality import ScratchLogits, Windows, model_scores, reference_scores, windows_of  # noqa: E402
 from tinyvllm.engine.tools.token_scores import Figures, figures_of  # noqa: E402

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is installed by `make test-
 from tests.speculate import heads as tiny  # noqa: E402
 from tests.speculate.heads import LAYOUTS, MTP, E, Ends, Layout, Tensors, V  # noqa: E402
 from tests.speculate.test_heads import K, Text, deliver, drafts, eagle_drafter  # noqa: E402
-from tinyvllm.config import cache_folder  # noqa: E402
+from tinyvllm.config.switches import cache_folder  # noqa: E402
 from tinyvllm.runner.device import start_device  # noqa: E402
 from tinyvllm.speculate.eagle_lite import EagleLiteDrafter  # noqa: E402
 from tinyvllm.speculate.head_files import open_heads  # noqa: E402

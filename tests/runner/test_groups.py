@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.runner.groups import MOST_GROUPS, layer_groups
 from tinyvllm.speculative import SpeculativeConfig

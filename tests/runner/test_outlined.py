@@ -24,7 +24,7 @@ KINDS: dict[str, tuple[dict[str, Any], quantized.Quantize]] = {
 
 
 def outline_of(path: Path, **options: Any) -> WeightOutline:
-    from tinyvllm.config import resolve
+    from tinyvllm.config.engine import resolve
     from tinyvllm.runner.opened import open_model
 
     return open_model(resolve(path, device="CPU", **options), "CPU").outline()

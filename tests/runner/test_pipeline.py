@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tinyvllm.config import DEFAULT_MODEL, EngineConfig
+from tinyvllm.config.engine import DEFAULT_MODEL, EngineConfig
 from tinyvllm.runner.opened import OpenedModel, open_model
 from tinyvllm.runner.pipeline import PipelineStage, RankStart, divide, divide_layers
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinyvllm.config import DEFAULT_MODEL, resolve
+from tinyvllm.config.engine import DEFAULT_MODEL, resolve
 from tinyvllm.errors import OutOfMemoryError
 from tinyvllm.quant.codecs import unpack
 from tinyvllm.quant.formats import FLOATS, FORMATS, Layout, formats_in

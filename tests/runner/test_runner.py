@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, VOCAB
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.errors import ArgumentError
 
 

@@ -128,7 +128,8 @@ def test_a_limit_on_file_sizes_is_one_line(tmp_path):
     write(tmp_path)
     code = (
         "import resource, sys, pathlib\nfrom tinyvllm.runner import weight_cache\nweight_cache.MIN_BYTES = 0\n"
-        "from tinyvllm.runner.device import start_device\nfrom tinyvllm.config import cache_folder\nstart_device('CPU', cache_folder())\n"
+        "from tinyvllm.config.switches import cache_folder\nfrom tinyvllm.runner.device import start_device\n"
+        "start_device('CPU', cache_folder())\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"
         "from tests.runner.test_weights import load\nfolder = pathlib.Path(sys.argv[1])\n"
         "print(load(folder, 'bfloat16', kept=folder / 'kept').model.weights.head.format)"

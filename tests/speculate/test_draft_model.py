@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.speculate.texts import draft, random_tokens, sequence
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.speculate.draft_model import MAX_ROWS, DraftModelDrafter
 from tinyvllm.speculate.protocol import DraftRequest

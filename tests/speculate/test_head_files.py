@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tinyvllm import LLM
-from tinyvllm.config import DEFAULT_MODEL
+from tinyvllm.config.engine import DEFAULT_MODEL
 from tinyvllm.errors import TinyvllmError
 
 HEADS = DEFAULT_MODEL.parent / "heads"

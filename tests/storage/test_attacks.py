@@ -129,7 +129,7 @@ def test_what_tinygrad_keeps_is_of_the_classes_that_may_be_read(device, tmp_path
     """Schedules and programs of a shape that is new here are read back."""
     from tinygrad import Tensor, codegen, schedule
 
-    from tinyvllm.config import cache_folder
+    from tinyvllm.config.switches import cache_folder
 
     shape = [3, os.getpid() % 1000 + 7]  # not seen before
     tables = ((codegen.to_program_cache, "programs"), (schedule.schedule_cache, "schedules"))

@@ -33,7 +33,7 @@ from tests.tiny.quantized import (
     shuffled_each,
 )
 from tests.tiny.small_floats import modelopt_nvfp4, modelopt_settings
-from tinyvllm.config import CHECKPOINT_QUANTIZATIONS, QUANTIZATIONS, EngineConfig
+from tinyvllm.config.engine import CHECKPOINT_QUANTIZATIONS, QUANTIZATIONS, EngineConfig
 from tinyvllm.errors import FormatError, ModelError, TinyvllmError
 from tinyvllm.models.config import WeightRecipe
 from tinyvllm.quant.formats import Layout, packed_in

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from tinyvllm.backends.source import kernel_source
-from tinyvllm.config import environment
+from tinyvllm.config.switches import environment
 from tinyvllm.errors import KernelError
 from tinyvllm.storage.cache import CacheFolder, open_cache
 

@@ -19,7 +19,7 @@ from tinyvllm.backends.cases import Case, case_of
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.outline import Outline
 from tinyvllm.bridge import architecture, opened_device
-from tinyvllm.config import environment
+from tinyvllm.config.switches import environment
 from tinyvllm.errors import ArgumentError, KernelError
 from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.placement import Placement

@@ -33,7 +33,7 @@ from tinyvllm.backends.registry import Need
 from tinyvllm.backends.source import file_digests, kernels_folder
 from tinyvllm.backends.verdicts import Verdicts
 from tinyvllm.bridge import check_before_first_run, download, mapped, recover_device
-from tinyvllm.config import VERSION, environment
+from tinyvllm.config.switches import environment
 from tinyvllm.errors import KernelError, ReplacedKernelError, ToolchainError
 from tinyvllm.host_memory import is_out_of_memory
 from tinyvllm.lazy_dataclass import dataclass
@@ -41,6 +41,7 @@ from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import FLOATS, Layout, formats_in
 from tinyvllm.quant.kv import KV_FORMATS
 from tinyvllm.storage.cache import open_cache
+from tinyvllm.version import VERSION
 
 log = logging.getLogger("tinyvllm")
 

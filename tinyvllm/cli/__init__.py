@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 
 from tinyvllm.cli.arguments import parse
-from tinyvllm.config import parse_count
+from tinyvllm.config.switches import parse_count
 from tinyvllm.errors import OutOfMemoryError, TinyvllmError
 from tinyvllm.host_memory import headroom, is_out_of_memory, limit_arenas, require_start
 

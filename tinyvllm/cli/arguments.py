@@ -28,8 +28,9 @@ from tinyvllm.cli.options import (
     engine_options_among,
     engine_options_except,
 )
-from tinyvllm.config import QUANTIZATIONS, VERSION
+from tinyvllm.config.engine import QUANTIZATIONS
 from tinyvllm.errors import ArgumentError, nearest
+from tinyvllm.version import VERSION
 
 LAB_DRAFTERS = (
     "ways of guessing: none, ngram, suffix, medusa_lite, eagle_lite, mtp, and with a model or heads draft_model:PATH, medusa:PATH, "

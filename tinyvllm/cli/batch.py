@@ -20,7 +20,7 @@ from tinyvllm.cli.lines import MAX_LINE, SYNC_SECONDS, AnswerFile
 from tinyvllm.cli.options import engine_options
 from tinyvllm.cli.progress import Progress, say
 from tinyvllm.cli.serve import check_adapters, check_profile, model_specs, say_profile
-from tinyvllm.config import EngineConfig, resolve
+from tinyvllm.config.engine import EngineConfig, resolve
 from tinyvllm.errors import ArgumentError
 from tinyvllm.server.core.batch_lines import Line, answer_line
 from tinyvllm.server.core.local_call import RETRY_STATUS, call

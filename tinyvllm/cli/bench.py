@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cli.options import engine_options
 from tinyvllm.cli.progress import Progress
-from tinyvllm.config import VERSION, default_block_size
+from tinyvllm.config.engine import default_block_size
 from tinyvllm.errors import ArgumentError
+from tinyvllm.version import VERSION
 
 if TYPE_CHECKING:
     from tinyvllm.engine.llm import LLM

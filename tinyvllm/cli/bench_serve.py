@@ -18,9 +18,9 @@ from tinyvllm.cli.bench import numbers
 from tinyvllm.cli.jsonl import BadLine, read_prompts
 from tinyvllm.cli.new_file import new_file
 from tinyvllm.cli.progress import Progress
-from tinyvllm.config import VERSION
 from tinyvllm.errors import ArgumentError, TinyvllmError
 from tinyvllm.foreign import parse_json
+from tinyvllm.version import VERSION
 
 if TYPE_CHECKING:
     from tinyvllm.bench_serve.client import Client

@@ -17,7 +17,7 @@ from tinyvllm.cli.new_file import new_file
 from tinyvllm.cli.options import engine_options, sampling_options
 from tinyvllm.cli.partner import ContextFull, Local, Message, Partner, Piece
 from tinyvllm.cli.progress import say
-from tinyvllm.config import expand_home
+from tinyvllm.config.values import expand_home
 from tinyvllm.errors import ArgumentError, FormatError, TinyvllmError, TokenizerError, nearest
 from tinyvllm.request import SamplingParams
 

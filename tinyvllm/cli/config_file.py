@@ -10,7 +10,7 @@ from typing import Any
 from tinyvllm.cli.aliases import ALIASES
 from tinyvllm.cli.definitions import Definition, model_definitions
 from tinyvllm.cli.values import UNSET, Layer, NamedModel, Origin, Value
-from tinyvllm.config import expand_home
+from tinyvllm.config.values import expand_home
 from tinyvllm.errors import ArgumentError, nearest
 from tinyvllm.foreign import quoted, read_bounded
 from tinyvllm.yaml_file import Node, YamlError, parse_yaml

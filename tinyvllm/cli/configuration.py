@@ -10,7 +10,7 @@ from typing import Any
 from tinyvllm.cli.aliases import translated
 from tinyvllm.cli.definitions import PLACES, Definition, definitions, is_configurable, negations, switch_of
 from tinyvllm.cli.values import COMMAND_LINE, DEFAULT, UNSET, Layer, NamedModel, Origin, Value
-from tinyvllm.config import OPTION_PREFIX
+from tinyvllm.config.switches import OPTION_PREFIX
 from tinyvllm.errors import ArgumentError, nearest
 
 Parsers = Mapping[str, Callable[[], argparse.ArgumentParser]]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tinyvllm.cli.options import AppendModel
-from tinyvllm.config import OPTION_PREFIX, SWITCHES
+from tinyvllm.config.switches import OPTION_PREFIX, SWITCHES
 
 PLACES = ("config", "preset")  # options that say where the others are; not in files themselves
 _BOOLEANS = {**dict.fromkeys(("true", "yes", "on"), True), **dict.fromkeys(("false", "no", "off"), False)}

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 
-from tinyvllm.config import parse_device
+from tinyvllm.config.devices import parse_device
 
 
 def run(options: argparse.Namespace) -> int:

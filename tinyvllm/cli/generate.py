@@ -19,7 +19,7 @@ from tinyvllm.cli.limits import TokenLimit
 from tinyvllm.cli.options import engine_options, only_adapter, sampling_options
 from tinyvllm.cli.progress import LoadBar, Progress, Tally, closing_line, say
 from tinyvllm.cli.prompts import Prompts
-from tinyvllm.config import resolve
+from tinyvllm.config.engine import resolve
 from tinyvllm.errors import ArgumentError, ModelError, RequestError, TinyvllmError
 from tinyvllm.request import RequestOutput, SamplingParams
 

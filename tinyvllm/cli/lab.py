@@ -14,7 +14,7 @@ from tinyvllm.cli.lines import AnswerFile, read_lines
 from tinyvllm.cli.new_file import new_file
 from tinyvllm.cli.options import engine_options
 from tinyvllm.cli.progress import LoadBar, Progress, say
-from tinyvllm.config import expand_home
+from tinyvllm.config.values import expand_home
 from tinyvllm.errors import ArgumentError, OutputError, TinyvllmError, nearest, one_line
 
 if TYPE_CHECKING:

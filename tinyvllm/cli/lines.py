@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
-from tinyvllm.config import expand_home
+from tinyvllm.config.values import expand_home
 from tinyvllm.errors import ArgumentError, FormatError, OutputError
 
 MAX_LINE = 32 << 20  # bytes of a line of input

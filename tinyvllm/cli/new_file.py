@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
-from tinyvllm.config import expand_home
+from tinyvllm.config.values import expand_home
 from tinyvllm.errors import OutputError
 
 

@@ -7,16 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tinyvllm.config import (
-    CHECKPOINT_QUANTIZATIONS,
-    CPU_STEP_MS,
-    DTYPES,
-    KV_CACHE_DTYPES,
-    LOAD_FORMATS,
-    QUANTIZATIONS,
-    EngineConfig,
-    parse_size,
-)
+from tinyvllm.config.engine import CHECKPOINT_QUANTIZATIONS, CPU_STEP_MS, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, QUANTIZATIONS, EngineConfig
+from tinyvllm.config.values import parse_size
 from tinyvllm.errors import ArgumentError
 from tinyvllm.request import STRUCTURES, LoRARequest, SamplingParams, StructuredOutputsParams
 

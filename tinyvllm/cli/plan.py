@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from tinyvllm.cli.kernels import HEADINGS
 from tinyvllm.cli.options import engine_options
 from tinyvllm.cli.tables import table
-from tinyvllm.config import parse_size, resolve
+from tinyvllm.config.engine import resolve
+from tinyvllm.config.values import parse_size
 
 if TYPE_CHECKING:
     from tinyvllm.engine.tools.plan import Plan, Speed

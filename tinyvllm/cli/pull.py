@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from tinyvllm.cli.options import engine_options
 from tinyvllm.cli.plan import size_of
 from tinyvllm.cli.progress import say
-from tinyvllm.config import parse_size, resolve
+from tinyvllm.config.engine import resolve
+from tinyvllm.config.values import parse_size
 
 if TYPE_CHECKING:
     from tinyvllm.engine.tools.hub_choice import Choice

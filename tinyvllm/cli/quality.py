@@ -17,16 +17,8 @@ from tinyvllm.cli.options import engine_options
 from tinyvllm.cli.progress import LoadBar, Progress, say
 from tinyvllm.cli.quality_plot import plot
 from tinyvllm.cli.quality_report import best_line, record, table
-from tinyvllm.config import (
-    DEFAULT_MODEL,
-    KV_CACHE_DTYPES,
-    QUANTIZATIONS,
-    default_block_size,
-    expand_home,
-    parse_size,
-    resolve,
-    takes_imatrix,
-)
+from tinyvllm.config.engine import DEFAULT_MODEL, KV_CACHE_DTYPES, QUANTIZATIONS, default_block_size, resolve, takes_imatrix
+from tinyvllm.config.values import expand_home, parse_size
 from tinyvllm.errors import ArgumentError, FormatError, TinyvllmError, nearest
 
 if TYPE_CHECKING:

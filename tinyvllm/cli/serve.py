@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cli.options import engine_options, server_options
 from tinyvllm.cli.values import NamedModel
-from tinyvllm.config import parse_lora_modules, parse_size
+from tinyvllm.config.values import parse_lora_modules, parse_size
 from tinyvllm.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def model_specs(given: list[str | NamedModel] | None, names: list[str] | None, e
 
 def _check(spec: Mapping[str, Any], allow_lossy: bool) -> None:
     """Report a wrong path or option now and not at the first request, and a policy of speculation that changes answers."""
-    from tinyvllm.config import resolve
+    from tinyvllm.config.engine import resolve
 
     config = resolve(**spec).speculative_config
     if config is None:

@@ -15,7 +15,8 @@ from tinyvllm.cli.config_schema import config_schema
 from tinyvllm.cli.configuration import Configuration
 from tinyvllm.cli.definitions import Definition, definitions, is_configurable, switch_of
 from tinyvllm.cli.values import DEFAULT, NamedModel, Origin, Value
-from tinyvllm.config import SWITCHES, EngineConfig
+from tinyvllm.config.engine import EngineConfig
+from tinyvllm.config.switches import SWITCHES
 from tinyvllm.errors import ArgumentError
 from tinyvllm.server.core.config import ServerConfig
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cli.options import engine_options
 from tinyvllm.cli.progress import LoadBar, say
-from tinyvllm.config import resolve
+from tinyvllm.config.engine import resolve
 from tinyvllm.errors import ArgumentError
 
 if TYPE_CHECKING:

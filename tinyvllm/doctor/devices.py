@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tinyvllm.backends.cpu.tiles import BY_SYSTEM
 from tinyvllm.backends.cpu.toolchain import compiler_command
-from tinyvllm.config import cache_folder
+from tinyvllm.config.switches import cache_folder
 from tinyvllm.doctor.machine import Finding, Machine, Status
 from tinyvllm.errors import KernelError, TinyvllmError, ToolchainError
 

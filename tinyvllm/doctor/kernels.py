@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from tinyvllm.config import cache_folder
+from tinyvllm.config.switches import cache_folder
 from tinyvllm.doctor.machine import Finding, Machine, Status
 from tinyvllm.errors import TinyvllmError
 

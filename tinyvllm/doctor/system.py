@@ -7,7 +7,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from tinyvllm.config import cache_folder, environment
+from tinyvllm.config.switches import cache_folder, environment
 from tinyvllm.doctor.machine import Finding, Machine, Status
 from tinyvllm.host_memory import RUN_MEMORY, START_MEMORY, headroom, megabytes
 from tinyvllm.storage.folders import Refusal, require_private

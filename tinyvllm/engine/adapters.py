@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
-from tinyvllm.config import expand_home
+from tinyvllm.config.values import expand_home
 from tinyvllm.errors import ArgumentError, BusyError, RequestError
 from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request.adapter import Adapter, LoRARequest, check_adapter_name

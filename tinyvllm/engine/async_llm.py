@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm.config import EngineConfig, resolve
+from tinyvllm.config.engine import EngineConfig, resolve
 from tinyvllm.engine.fingerprint import Fingerprint
 from tinyvllm.engine.frontend import prefill_options, start_engine, submit, with_adapter
 from tinyvllm.engine.prompt import Encoded, Message, Prompt, default_sampling_params, encode_piece, encode_prompt, is_conversation, spread

@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm.config import EngineConfig, cache_folder
+from tinyvllm.config.engine import EngineConfig
+from tinyvllm.config.switches import cache_folder
 from tinyvllm.engine.adapters import Adapters
 from tinyvllm.engine.boundary import request_failure
 from tinyvllm.engine.constraints import TokenConstraints

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from tinyvllm.config import VERSION
 from tinyvllm.errors import ModelError
+from tinyvllm.version import VERSION
 
 if TYPE_CHECKING:
     from tinyvllm.engine.engine import Engine

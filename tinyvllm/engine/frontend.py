@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.engine.observer import EngineObserver
 from tinyvllm.engine.prompt import Encoded
 from tinyvllm.engine.segments import Segment

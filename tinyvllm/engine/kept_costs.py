@@ -12,10 +12,11 @@ import os
 import platform
 from typing import TYPE_CHECKING
 
-from tinyvllm.config import VERSION, EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.foreign import parse_json, quoted
 from tinyvllm.speculate.cost_curve import StepCosts
 from tinyvllm.storage.cache import open_cache
+from tinyvllm.version import VERSION
 
 if TYPE_CHECKING:
     from tinyvllm.runner.runner import Runner

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from tinyvllm.config import EngineConfig, parse_size, resolve
+from tinyvllm.config.engine import EngineConfig, resolve
+from tinyvllm.config.values import parse_size
 from tinyvllm.engine.frontend import plan_engine, prefill_options, start_engine, submit, with_adapter
 from tinyvllm.engine.prompt import (
     Encoded,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cache.prefix import PrefixCache
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.engine.output import ActiveRequest
 from tinyvllm.errors import TinyvllmError
 from tinyvllm.request import RequestOutput

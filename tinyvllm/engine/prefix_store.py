@@ -19,8 +19,10 @@ import numpy as np
 from tinyvllm.cache.files import Buffer, Layout, load, load_key, save
 from tinyvllm.cache.journal import Journal
 from tinyvllm.cache.prefix import PrefixCache
-from tinyvllm.config import VERSION, EngineConfig, expand_home
+from tinyvllm.config.engine import EngineConfig
+from tinyvllm.config.values import expand_home
 from tinyvllm.errors import ModelError, OutputError
+from tinyvllm.version import VERSION
 from tinyvllm.weights.identity import weights_digest
 
 if TYPE_CHECKING:

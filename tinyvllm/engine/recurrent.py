@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from tinyvllm import speculative
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.errors import ArgumentError
 
 log = logging.getLogger("tinyvllm")

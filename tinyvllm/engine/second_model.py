@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.engine.drafter_memory import draft_model_config
 from tinyvllm.engine.startup import load_model_tokenizer, load_runner
 from tinyvllm.errors import ArgumentError

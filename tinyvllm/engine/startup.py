@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from tinyvllm.cache.blocks import BlockPool
 from tinyvllm.cache.prefix import PrefixCache
 from tinyvllm.cache.snapshots import StateSnapshots
-from tinyvllm.config import EngineConfig, expand_home
+from tinyvllm.config.engine import EngineConfig
+from tinyvllm.config.values import expand_home
 from tinyvllm.engine.drafter_memory import drafter_memory, log_division
 from tinyvllm.engine.prefix_store import PrefixStore
 from tinyvllm.engine.prompt import default_sampling_params

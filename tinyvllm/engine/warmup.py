@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.engine.speculation import Speculation
 from tinyvllm.engine.startup import DEVICE_LOCK
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm.config import expand_home
+from tinyvllm.config.values import expand_home
 from tinyvllm.engine.second_model import open_any_drafter
 from tinyvllm.errors import ArgumentError
 from tinyvllm.lab.sweep import DrafterSpec

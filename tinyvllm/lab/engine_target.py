@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tinyvllm.config import VERSION, EngineConfig, resolve
+from tinyvllm.config.engine import EngineConfig, resolve
 from tinyvllm.engine.engine import Engine
 from tinyvllm.engine.prompt import encode_all
 from tinyvllm.engine.tools.one_off import prompt_logits_by_chunk
@@ -26,6 +26,7 @@ from tinyvllm.lab.target import Answer, DraftCounts, Job, Limits
 from tinyvllm.request import RequestOptions, RequestOutput, SamplingParams
 from tinyvllm.speculate.opening import open_controller
 from tinyvllm.speculate.protocol import Controller
+from tinyvllm.version import VERSION
 
 CHUNK = 128  # tokens whose logits are in memory at the same time
 COST_TOKENS, COST_PROMPT = 24, 16  # a batch of the cost curve: tokens that each sequence generates, tokens of its prompt

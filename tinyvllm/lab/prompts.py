@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tinyvllm.config import expand_home
+from tinyvllm.config.values import expand_home
 from tinyvllm.demo import corpus
 from tinyvllm.demo.corpus import Document, documents
 from tinyvllm.errors import ArgumentError, FormatError

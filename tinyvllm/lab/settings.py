@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tinyvllm.config import expand_home
+from tinyvllm.config.values import expand_home
 from tinyvllm.errors import ArgumentError, FormatError, nearest
 from tinyvllm.foreign import parse_json, quoted, read_bounded
 from tinyvllm.yaml_file import YamlError, parse_yaml

@@ -10,7 +10,7 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 
 from tinyvllm.bridge import download, upload
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.errors import FormatError, ModelError
 from tinyvllm.integers import round_up
 from tinyvllm.lazy_dataclass import dataclass

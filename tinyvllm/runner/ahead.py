@@ -15,7 +15,7 @@ from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.registry import Choice, Need, backend_for, choice_of, collecting_needs, replaceable_variant, take_selected
 from tinyvllm.backends.selftest import kernels_of_cases
 from tinyvllm.batch import Batch, LayerCache
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.ops.advance import History, advance
 from tinyvllm.placement import Placement
 from tinyvllm.runner.kv import KVPool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.integers import ceil_div
 from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models.config import ModelConfig

@@ -17,7 +17,8 @@ from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.registry import STEMS, Choice, Need
 from tinyvllm.backends.source import file_digests, kernels_folder
 from tinyvllm.bridge import KeptSteps, StepNotes, Unkept, tinygrad_settings
-from tinyvllm.config import EngineConfig, environment
+from tinyvllm.config.engine import EngineConfig
+from tinyvllm.config.switches import environment
 from tinyvllm.placement import Placement
 from tinyvllm.storage.cache import open_cache
 

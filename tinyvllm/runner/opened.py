@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from tinygrad.dtype import DType
 
-from tinyvllm.config import EngineConfig, cache_folder, environment, expand_home
+from tinyvllm.config.engine import EngineConfig
+from tinyvllm.config.switches import cache_folder, environment
+from tinyvllm.config.values import expand_home
 from tinyvllm.distributed.memory import SharedMemory
 from tinyvllm.errors import ModelError
 from tinyvllm.integers import ceil_div

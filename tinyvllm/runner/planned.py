@@ -10,7 +10,7 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 
 from tinyvllm.backends.registry import REFERENCE, architecture_of
-from tinyvllm.config import MAX_SCHEDULER_STEPS, EngineConfig
+from tinyvllm.config.engine import MAX_SCHEDULER_STEPS, EngineConfig
 from tinyvllm.ops.advance import History
 from tinyvllm.quant.formats import FLOATS
 from tinyvllm.runner.ahead import StepOutlines

@@ -18,7 +18,7 @@ from tinygrad import Tensor, UOp
 
 from tinyvllm.batch import NO_SLOT, Batch
 from tinyvllm.bridge import download, upload, upload_parts
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.request import Sequence
 from tinyvllm.runner.arrays import PackedArrays
 from tinyvllm.runner.states import StateSlots

@@ -16,7 +16,8 @@ import threading
 import time
 from typing import IO, Any
 
-from tinyvllm.config import EngineConfig, cache_folder
+from tinyvllm.config.engine import EngineConfig
+from tinyvllm.config.switches import cache_folder
 from tinyvllm.distributed.memory import Layout, SharedMemory
 from tinyvllm.distributed.ranks import BEAT_SECONDS
 from tinyvllm.runner.device import start_device

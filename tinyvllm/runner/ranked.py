@@ -12,7 +12,7 @@ from tinygrad import Tensor
 
 from tinyvllm.backends.cpu.threads import num_threads_wanted
 from tinyvllm.bridge import download, upload
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.distributed.memory import SharedMemory
 from tinyvllm.distributed.ranks import Ranks
 from tinyvllm.lazy_dataclass import dataclass

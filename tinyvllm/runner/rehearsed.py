@@ -18,7 +18,7 @@ from tinygrad import Tensor, UOp
 from tinygrad.dtype import DType
 
 from tinyvllm.bridge import Captured, copied, synchronize
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.errors import OutOfMemoryError
 from tinyvllm.host_memory import megabytes
 from tinyvllm.integers import ceil_div

@@ -20,7 +20,6 @@ from tinyvllm.backends.collecting import collecting_kernels
 from tinyvllm.backends.cpu.threads import num_threads_wanted
 from tinyvllm.backends.registry import architecture_of, backend_for
 from tinyvllm.bridge import Captured, copied, synchronize
-from tinyvllm.config import VERSION
 from tinyvllm.models.config import WeightRecipe
 from tinyvllm.ops.linear import Weight, linear
 from tinyvllm.placement import Placement
@@ -30,6 +29,7 @@ from tinyvllm.runner.source import DTYPES
 from tinyvllm.runner.weight_plan import WeightPlan
 from tinyvllm.runner.weights import WeightLoader
 from tinyvllm.storage.cache import open_cache
+from tinyvllm.version import VERSION
 from tinyvllm.weights.convert import DTYPE_FORMATS
 
 FILE = "roof.json"

@@ -43,7 +43,7 @@ from tinyvllm.bridge import (
     spans,
     upload,
 )
-from tinyvllm.config import MAX_SCHEDULER_STEPS, EngineConfig
+from tinyvllm.config.engine import MAX_SCHEDULER_STEPS, EngineConfig
 from tinyvllm.errors import ArgumentError, RequestError
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.advance import History, advance

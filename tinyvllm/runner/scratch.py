@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.errors import ArgumentError
 from tinyvllm.models.config import ModelConfig
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.integers import round_up
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.runner.adapters import adapter_bytes

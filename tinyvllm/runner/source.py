@@ -6,7 +6,7 @@ import numpy as np
 from tinygrad import dtypes
 from tinygrad.dtype import DType
 
-from tinyvllm.config import CHECKPOINT_ALIASES, CHECKPOINT_QUANTIZATIONS, QUANTIZATIONS, EngineConfig
+from tinyvllm.config.engine import CHECKPOINT_ALIASES, CHECKPOINT_QUANTIZATIONS, QUANTIZATIONS, EngineConfig
 from tinyvllm.errors import ModelError
 from tinyvllm.quant.codecs import unpack
 from tinyvllm.quant.formats import FLOATS, FORMATS

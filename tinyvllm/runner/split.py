@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.distributed.memory import Layout, SharedMemory
 from tinyvllm.errors import ModelError
 from tinyvllm.lazy_dataclass import dataclass

@@ -12,7 +12,7 @@ from typing import Any
 from tinygrad import Tensor, dtypes
 
 from tinyvllm.batch import StateCache
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.delta import check_step_tokens
 from tinyvllm.placement import Placement

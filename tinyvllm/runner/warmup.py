@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tinygrad import Tensor
 
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.runner.drawing import draw_tokens
 from tinyvllm.runner.prepare import Shape, common_shapes
 from tinyvllm.runner.runner import PreparedStep, Runner

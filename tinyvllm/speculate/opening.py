@@ -12,7 +12,7 @@ from tinyvllm.speculate.protocol import Controller, Drafter
 from tinyvllm.speculative import HEADS, SpeculativeConfig
 
 if TYPE_CHECKING:
-    from tinyvllm.config import EngineConfig
+    from tinyvllm.config.engine import EngineConfig
     from tinyvllm.runner.memory import DrafterMemory
     from tinyvllm.runner.opened import OpenedModel
     from tinyvllm.runner.runner import Runner
@@ -81,7 +81,7 @@ def _folder(config: SpeculativeConfig) -> Path | None:
 
 def _format(config: SpeculativeConfig) -> str | None:
     """The format that matrices of heads are packed to at load; None keeps them as stored."""
-    from tinyvllm.config import QUANTIZATIONS
+    from tinyvllm.config.engine import QUANTIZATIONS
 
     name = config.quantization
     if name is not None and name not in QUANTIZATIONS:

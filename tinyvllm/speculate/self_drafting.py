@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.errors import ArgumentError
 from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory
 from tinyvllm.runner.opened import OpenedModel

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import field
 from pathlib import Path
 
-from tinyvllm.config import cache_folder
+from tinyvllm.config.switches import cache_folder
 from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.storage.folders import Refusal, open_believed, reason_of, remove, require_private, temporary_folder, warn_once
 

@@ -19,7 +19,7 @@ from tinyvllm.backends.cpu.cores import Cores, cores
 from tinyvllm.backends.cpu.threads import ALONE, CORES, TEAM, ThreadPool
 from tinyvllm.backends.cpu.toolchain import provide_compiler
 from tinyvllm.backends.source import kernels_folder
-from tinyvllm.config import cache_folder
+from tinyvllm.config.switches import cache_folder
 from tinyvllm.errors import ArgumentError, OutOfMemoryError
 
 # One kernel of each kind. All work on x [n] int64; `log` counts its calls and takes the order in which they came.
@@ -208,7 +208,7 @@ def run_apart(body: str, threads: int) -> subprocess.CompletedProcess[str]:
     code = f"""
 import os, sys, threading
 import numpy as np
-from tinyvllm.config import cache_folder
+from tinyvllm.config.switches import cache_folder
 from tinyvllm.runner.device import start_device
 start_device("CPU", cache_folder())
 from tinyvllm.backends.cpu.threads import thread_pool

@@ -18,7 +18,7 @@ from tinyvllm.backends.cuda import compilers, launch, nvrtc, plan
 from tinyvllm.backends.cuda.call import CudaBackend
 from tinyvllm.backends.cuda.compilers import CompilerProcess
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.config import DEFAULT_MODEL, EngineConfig
+from tinyvllm.config.engine import DEFAULT_MODEL, EngineConfig
 from tinyvllm.errors import KernelError
 from tinyvllm.runner.prepare import decode_bucket
 from tinyvllm.storage import building
@@ -180,7 +180,7 @@ def test_generated_kernels_are_on_disk_too(tmp_path):
     """In processes of their own. The second compiles nothing; the third has a copy of the folder."""
     pytest.importorskip("nvidia.cuda_cccl", reason="the headers are not installed")
     code = (
-        "import pathlib\nfrom tinyvllm.config import cache_folder\nfrom tinyvllm.backends.cuda.nvrtc import provide_nvrtc\n"
+        "import pathlib\nfrom tinyvllm.config.switches import cache_folder\nfrom tinyvllm.backends.cuda.nvrtc import provide_nvrtc\n"
         "provide_nvrtc(cache_folder())\nfrom tinyvllm.bridge.compiling import compile_clock, timed\n"
         "from tinyvllm.bridge.programs import enable_program_cache\nenable_program_cache('machine')\n"
         "from tinygrad.runtime.support.compiler_cuda import NVRTCCompiler\n"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tinyvllm.config import resolve
+from tinyvllm.config.engine import resolve
 from tinyvllm.engine.tools import hub_choice
 from tinyvllm.engine.tools.hub_choice import MAX_PLANNED, Choice, choose_pull
 from tinyvllm.errors import ModelError

@@ -16,7 +16,7 @@ from tinygrad import Tensor
 from tests.runner.test_weights import GOLDEN, write
 from tinyvllm import LLM
 from tinyvllm.cli import main
-from tinyvllm.config import DEFAULT_MODEL, resolve
+from tinyvllm.config.engine import DEFAULT_MODEL, resolve
 from tinyvllm.engine.frontend import plan_engine
 from tinyvllm.engine.tools.plan import Plan
 from tinyvllm.errors import ArgumentError, FormatError, ModelError, OutOfMemoryError

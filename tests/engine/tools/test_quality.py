@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tinyvllm import LLM
-from tinyvllm.config import KV_CACHE_DTYPES
+from tinyvllm.config.engine import KV_CACHE_DTYPES
 from tinyvllm.engine.tools import quality
 from tinyvllm.engine.tools.one_off import prompt_logits_by_chunk
 from tinyvllm.engine.tools.quality import ScratchLogits, Vocabulary, Windows, model_scores, reference_scores, windows_of

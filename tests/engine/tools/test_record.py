@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tinyvllm import LLM, cli
-from tinyvllm.config import resolve
+from tinyvllm.config.engine import resolve
 from tinyvllm.engine.engine import Engine
 from tinyvllm.engine.frontend import start_engine
 from tinyvllm.engine.output import RequestState

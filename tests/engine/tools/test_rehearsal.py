@@ -10,7 +10,7 @@ import pytest
 
 from tests.runner.test_weights import GOLDEN
 from tests.tiny import quantized
-from tinyvllm.config import resolve
+from tinyvllm.config.engine import resolve
 from tinyvllm.engine.stages import Stages
 from tinyvllm.engine.tools import rehearsal
 from tinyvllm.engine.tools.rehearsal import Rehearsal, StepSeconds, rehearsed_seconds

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import Running, running
-from tinyvllm.config import resolve
+from tinyvllm.config.engine import resolve
 from tinyvllm.quant.formats import Layout, packed_in
 from tinyvllm.server.api.capabilities import speculation_of
 from tinyvllm.server.api.routes import ENDPOINTS

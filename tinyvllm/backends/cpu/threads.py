@@ -20,7 +20,7 @@ import numpy as np
 from tinyvllm.backends.cpu.compile import function_code
 from tinyvllm.backends.cpu.cores import cores
 from tinyvllm.bridge import code_address, load_program
-from tinyvllm.config import environment
+from tinyvllm.config.switches import environment
 from tinyvllm.errors import OutOfMemoryError
 
 TEAM, CORES, ALONE = range(3)  # kinds of kernels in a list, as in kernels/cpu/thread_pool.c

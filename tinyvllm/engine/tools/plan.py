@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm.config import EngineConfig, cache_folder
+from tinyvllm.config.engine import EngineConfig
+from tinyvllm.config.switches import cache_folder
 from tinyvllm.engine.drafter_memory import drafter_memory
 from tinyvllm.engine.tools.hub_choice import Choice, choose_pull
 from tinyvllm.engine.tools.plan_sizes import Sizes, make_sizes, open_rank, open_sizes

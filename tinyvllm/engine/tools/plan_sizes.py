@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm.config import QUANTIZATIONS, EngineConfig
+from tinyvllm.config.engine import QUANTIZATIONS, EngineConfig
 from tinyvllm.engine.drafter_memory import drafter_memory
 from tinyvllm.errors import ModelError, OutOfMemoryError
 from tinyvllm.host_memory import megabytes

@@ -29,13 +29,15 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm.config import VERSION, EngineConfig, expand_home
+from tinyvllm.config.engine import EngineConfig
+from tinyvllm.config.values import expand_home
 from tinyvllm.engine.beam import BeamState
 from tinyvllm.engine.observer import Clock, EngineObserver
 from tinyvllm.engine.output import ActiveRequest
 from tinyvllm.errors import OutputError, TinyvllmError
 from tinyvllm.request import BeamSearchParams, RequestOutput
 from tinyvllm.scheduler import Schedule
+from tinyvllm.version import VERSION
 from tinyvllm.weights.checkpoint import Checkpoint
 from tinyvllm.weights.identity import weights_digest
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from tinyvllm.config import expand_home
+from tinyvllm.config.values import expand_home
 from tinyvllm.engine.tools.record import FORMAT, Event, advanced_run
 from tinyvllm.errors import ArgumentError, FormatError
 from tinyvllm.foreign import read_bounded

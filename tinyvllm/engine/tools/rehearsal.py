@@ -12,7 +12,7 @@ from statistics import fmean, median
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from tinyvllm.config import EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.engine.engine import Engine
 from tinyvllm.engine.startup import DEVICE_LOCK
 from tinyvllm.engine.tools.stepping import Stepping

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Row
 from dataclasses import fields
 from typing import Any
 
-from tinyvllm.config import EngineConfig, resolve
+from tinyvllm.config.engine import EngineConfig, resolve
 from tinyvllm.engine.engine import Engine
 from tinyvllm.engine.segments import Segment
 from tinyvllm.engine.tools.comparison import Outcome, compare

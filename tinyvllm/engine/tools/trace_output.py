@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Protocol
 
-from tinyvllm.config import expand_home
+from tinyvllm.config.values import expand_home
 from tinyvllm.errors import OutputError
 
 MAX_FILE = 1 << 30  # bytes: about an hour of steps of a millisecond

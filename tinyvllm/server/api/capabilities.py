@@ -10,10 +10,11 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from tinyvllm.config import VERSION, EngineConfig
+from tinyvllm.config.engine import EngineConfig
 from tinyvllm.engine.api import AsyncLLM
 from tinyvllm.server.core.body import Body
 from tinyvllm.server.core.endpoint import Endpoint
+from tinyvllm.version import VERSION
 
 
 def fields_of(body: type[Body]) -> dict[str, dict[str, str]]:

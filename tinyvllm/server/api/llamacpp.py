@@ -7,7 +7,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinyvllm.config import VERSION
 from tinyvllm.server.api.llamacpp_body import sampling_settings
 from tinyvllm.server.core.body import Body, honoured, limited
 from tinyvllm.server.core.context import RequestContext
@@ -16,6 +15,7 @@ from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.limits import MAX_MESSAGES, MAX_TOOLS
 from tinyvllm.server.core.response import ResponseWriter, json_response
 from tinyvllm.server.core.schema import DEFAULT_MODEL, Message, Name, Tool
+from tinyvllm.version import VERSION
 
 
 class ApplyTemplateRequest(Body):

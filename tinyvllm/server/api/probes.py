@@ -8,11 +8,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinyvllm.config import VERSION
 from tinyvllm.metrics import registry_of
 from tinyvllm.server.core.context import RequestContext, Service
 from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.response import json_response
+from tinyvllm.version import VERSION
 
 
 def _service(request: Request) -> Service:

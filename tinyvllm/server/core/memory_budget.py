@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tinyvllm.config import resolve
+from tinyvllm.config.engine import resolve
 from tinyvllm.engine.api import plan_memory
 from tinyvllm.errors import OutOfMemoryError
 from tinyvllm.host_memory import megabytes

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tinyvllm.config import parse_lora_modules
+from tinyvllm.config.values import parse_lora_modules
 from tinyvllm.engine.api import AsyncLLM
 from tinyvllm.errors import OutOfMemoryError
 from tinyvllm.request import Adapter

@@ -14,7 +14,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, Response
 from starlette.types import ASGIApp
 
-from tinyvllm.config import VERSION
 from tinyvllm.server.api.capabilities import openapi
 from tinyvllm.server.api.routes import ENDPOINTS, INVOCATIONS, RESOURCES
 from tinyvllm.server.core.config import ServerConfig
@@ -28,6 +27,7 @@ from tinyvllm.server.http.log_writer import LogWriter
 from tinyvllm.server.http.middleware import Middleware
 from tinyvllm.server.http.origins import LOCAL_ORIGINS
 from tinyvllm.server.http.paths import Paths
+from tinyvllm.version import VERSION
 
 PAGE = Path(__file__).parents[1] / "page"
 _NAME_PARAMETER = ({"name": "name", "in": "path", "required": True, "schema": {"type": "string"}},)

@@ -1,4 +1,4 @@
-"""The configuration of an engine: one frozen value, resolved once by `resolve`, and the table of environment switches.
+"""The configuration of an engine: one frozen value, resolved once by `resolve`.
 
 Knows no tensors; of devices only their names, and of a checkpoint only whether it exists.
 """
@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from tinyvllm import speculative
 from tinyvllm.aliases import VLLM, from_vllm
+from tinyvllm.config.devices import check_device, kind_of, parse_devices
+from tinyvllm.config.ranks import PARALLEL_SIZES, RankOptions
+from tinyvllm.config.switches import environment
+from tinyvllm.config.values import expand_home, parse_lora_modules, parse_size
 from tinyvllm.errors import ArgumentError, nearest
 from tinyvllm.kv_events import config as kv_events
 from tinyvllm.kv_events.config import KVEventsConfig
@@ -21,11 +25,8 @@ from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant import mixes
 from tinyvllm.speculative import SpeculativeConfig
 
-VERSION = "0.1.0"  # of the package; pyproject.toml has the same
-DEFAULT_MODEL = Path(__file__).parent / "demo" / "model"
+DEFAULT_MODEL = Path(__file__).parents[1] / "demo" / "model"
 
-DEVICES = ("auto", "CPU", "METAL", "CUDA", "NV", "AMD", "HIP", "QCOM", "CL", "WEBGPU", "PYTHON")
-LAYER_DEVICES = ("CUDA", "METAL")  # that may have some of a model's layers, next to the CPU
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "int8", "int4")
 _KV_CACHE_ALIASES = {"fp8": "fp8_e4m3"}  # vLLM's
@@ -40,7 +41,6 @@ _KV_CACHE_NEAREST = {
 }
 LOAD_FORMATS = ("auto", "dummy")
 MAX_SCHEDULER_STEPS = 64
-PARALLEL_SIZES = (1, 2, 4, 8)  # of processes that share layers or contexts
 PARTITION = 256  # keys that attention sums by themselves (decision 13)
 CPU_STEP_MS = 250  # a gap between two tokens that a reader hardly notices
 QUANTIZATIONS = tuple(name.lower() for name in mixes.NAMES)
@@ -48,13 +48,12 @@ QUANTIZATIONS = tuple(name.lower() for name in mixes.NAMES)
 CHECKPOINT_QUANTIZATIONS = ("gptq", "awq", "compressed-tensors", "hqq", "mlx", "fp8", "bitsandbytes", "modelopt", "modelopt_fp4")
 CHECKPOINT_ALIASES = {"modelopt_fp4": "modelopt"}  # vLLM's name for modelopt's NVFP4, whose checkpoints say modelopt
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(?P<choice>:[\w./+-]+)?")
 _FILE_ENDINGS = (".gguf", ".safetensors", ".json", ".bin")
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(RankOptions):
     """All options of one engine. Always valid: an invalid value is an ArgumentError that names the field.
 
     model                   folder of Hugging Face files, a GGUF file, or a name on the hub
@@ -149,38 +148,14 @@ class EngineConfig:
     energy: bool = False
     seed: int | None = None
 
-    @property
-    def num_ranks(self) -> int:
-        """The processes that share the model."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """The devices that share the layers, from the last layers to the first: that of rank 0, then those of the other stages."""
-        return (self.device, *self.more_devices)
-
-    @property
-    def device_names(self) -> str:
-        """`devices` as a user writes them."""
-        return ",".join(self.devices)
-
-    def device_of(self, rank: int) -> str:
-        """The device that a rank computes on."""
-        return self.devices[rank] if self.more_devices else self.device
-
     def of_rank(self, rank: int) -> EngineConfig:
         """The configuration as a rank above 0 has it, which knows its own device only."""
         return replace(self, device=self.device_of(rank), more_devices=(), gpu_layers=None)
 
     @property
-    def cpu_ranks(self) -> int:
-        """The processes that share the cores of the CPU."""
-        return len([device for device in self.devices if _kind(device) == "CPU"]) if self.more_devices else self.num_ranks
-
-    @property
     def step_seconds(self) -> float | None:
         """The target for a step with decodes and parts of prompts; None sets none. `device` must have been chosen."""
-        default = CPU_STEP_MS if "CPU" in map(_kind, self.devices) else 0
+        default = CPU_STEP_MS if "CPU" in map(kind_of, self.devices) else 0
         milliseconds = default if self.max_step_ms is None else self.max_step_ms
         return milliseconds / 1000 or None
 
@@ -189,7 +164,7 @@ class EngineConfig:
             _check_integer(name, getattr(self, name), low, high)
         for name in ("model", "served_model_name", "tokenizer", "revision", "imatrix", "prefix_cache_dir", "record", "profile"):
             _check_text(name, getattr(self, name), optional=name != "model")
-        for name in _SWITCHES:
+        for name in _BOOLEANS:
             if type(getattr(self, name)) is not bool and not (name == "async_scheduling" and self.async_scheduling is None):
                 raise ArgumentError(f"{name} must be True or False, got {getattr(self, name)!r}")
         _check_choice("dtype", self.dtype, DTYPES)
@@ -199,7 +174,7 @@ class EngineConfig:
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
         if self.preemption_mode is not None:
             _check_choice("preemption_mode", self.preemption_mode, ("recompute", "swap"))
-        _check_device(self.device)
+        check_device("device", self.device)
         if not (self.speculative_config is None or isinstance(self.speculative_config, SpeculativeConfig)):
             raise ArgumentError(f"speculative_config must be a SpeculativeConfig or None, got {self.speculative_config!r:.60}")
         if not (self.kv_events_config is None or isinstance(self.kv_events_config, KVEventsConfig)):
@@ -207,8 +182,8 @@ class EngineConfig:
         self._check_combinations()
 
     def _check_combinations(self) -> None:
-        self._check_devices()
-        self._check_ranks()
+        self.check_devices()
+        self.check_ranks()
         self._check_block_size()
         self._check_adapters()
         if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
@@ -252,48 +227,6 @@ class EngineConfig:
         if ranks == 1 and (self.block_size & (self.block_size - 1) or not 8 <= self.block_size <= PARTITION):
             raise ArgumentError(f"block_size must be a power of two from 8 to {PARTITION}, got {self.block_size}")
 
-    def _check_devices(self) -> None:
-        """ArgumentError for devices that cannot share the layers of a model."""
-        names = self.device_names
-        if not self.more_devices:
-            if self.gpu_layers is not None:
-                raise ArgumentError(
-                    f"gpu_layers={self.gpu_layers} divides the layers between two devices, got device={names}: give device=CUDA,CPU or "
-                    "METAL,CPU, or leave it out"
-                )
-            return
-        if len(self.devices) > 2 or _kind(self.device) not in LAYER_DEVICES or self.more_devices[0] != "CPU":
-            raise ArgumentError(f"device={names}: expected a GPU, then the CPU, which has the layers that do not fit the GPU: CUDA,CPU")
-        for name in ("tensor_parallel_size", "context_parallel_size"):
-            if getattr(self, name) != 1:
-                raise ArgumentError(f"{name}={getattr(self, name)} does not work with device={names} yet: leave one of them out")
-        if self.pipeline_parallel_size != len(self.devices):
-            raise ArgumentError(
-                f"pipeline_parallel_size={self.pipeline_parallel_size} contradicts device={names}, of which each is a stage: leave it out"
-            )
-
-    def _check_ranks(self) -> None:
-        """ArgumentError for what several ranks cannot do yet."""
-        for name in ("tensor_parallel_size", "context_parallel_size"):
-            size = getattr(self, name)
-            if type(size) is not int or size not in PARALLEL_SIZES:
-                raise ArgumentError(f"{name} must be one of {', '.join(map(str, PARALLEL_SIZES))}, got {size!r}")
-        if self.num_ranks == 1:
-            return
-        sizes = {name: getattr(self, name) for name in ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")}
-        given, *others = (f"{name}={size}" for name, size in sizes.items() if size > 1)
-        if self.context_parallel_size > 1 and others:
-            raise ArgumentError(f"{given} does not work with {others[0]} yet: leave one of them out")
-        if self.more_devices:
-            given = f"device={self.device_names}"
-        elif self.device not in ("auto", "CPU"):
-            raise ArgumentError(f"{given} runs on the CPU only, got device={self.device}: leave one of them out")
-        for name in ("swap_space", "speculative_config", "prefix_cache_dir", "async_scheduling", "imatrix", "enable_lora"):
-            if getattr(self, name):
-                raise ArgumentError(f"{name} does not work with {given} yet: leave one of them out")
-        if self.num_scheduler_steps != 1:
-            raise ArgumentError(f"num_scheduler_steps={self.num_scheduler_steps} is not supported with {given}: use 1")
-
     def _check_imatrix(self, path: str) -> None:
         if self.quantization is None:
             raise ArgumentError(f"imatrix={path!r} weighs the columns of what is quantized: give quantization too, such as q4_k_m")
@@ -312,7 +245,7 @@ def takes_imatrix(quantization: str) -> bool:
     return not mixes.UNWEIGHTED.issuperset(mixes.formats_of(quantization.upper()))
 
 
-_SWITCHES = (
+_BOOLEANS = (
     "skip_tokenizer_init",
     "enable_prefix_caching",
     "disable_hybrid_kv_cache_manager",
@@ -405,153 +338,6 @@ def default_block_size(context_parallel_size: Any) -> int:
     return context_parallel_size * PARTITION if context_parallel_size in PARALLEL_SIZES[1:] else EngineConfig.block_size
 
 
-def parse_lora_modules(given: object) -> tuple[tuple[str, str], ...]:
-    """Pairs of an adapter's name and folder, from a dict, or from a list of pairs, of "NAME=FOLDER", or of vLLM's {"name", "path"}."""
-    if isinstance(given, str):
-        given = [given]
-    if not isinstance(given, (Mapping, list, tuple)):
-        raise ArgumentError(f"lora_modules must be names and folders of adapters, such as NAME=FOLDER, got {given!r:.80}")
-    pairs = list(given.items()) if isinstance(given, Mapping) else [_lora_module(entry) for entry in given]
-    if not all(isinstance(part, str) and part for pair in pairs for part in pair):
-        raise ArgumentError(f"lora_modules must be names and folders of adapters, such as NAME=FOLDER, got {given!r:.80}")
-    if len({name for name, _ in pairs}) < len(pairs):
-        raise ArgumentError(f"lora_modules has two adapters of one name, got {given!r:.80}")
-    return tuple(pairs)
-
-
-def _lora_module(entry: object) -> tuple[Any, Any]:
-    """The name and the folder of one adapter; ("", "") for what has none."""
-    if isinstance(entry, str):
-        name, _, path = entry.partition("=")
-        return name, path
-    if isinstance(entry, Mapping) and entry.keys() <= {"name", "path", "base_model_name"}:
-        return entry.get("name"), entry.get("path")
-    return tuple(entry) if isinstance(entry, (list, tuple)) and len(entry) == 2 else ("", "")  # type: ignore[return-value]
-
-
-def parse_size(name: str, text: str) -> int:
-    """Bytes of "2GiB", "500MB", "1.5G" or "1048576". K, M, G, T are powers of 1024 with "iB" or alone, and powers of 1000 with "B"."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ArgumentError(f"{name} must be a size such as 2GiB or 500MB, got {text!r}")
-    number, unit, binary = match.groups()
-    decimal = unit and not binary and text.strip()[-1] in "bB"
-    size = int(float(number) * (1000 if decimal else 1024) ** ("KMGT".index(unit.upper()) + 1 if unit else 0))
-    if size < 1:
-        raise ArgumentError(f"{name} must be at least one byte, got {text!r}")
-    return size
-
-
-def parse_device(name: str, text: str) -> str:
-    """A device in tinygrad's spelling ("cuda:1" is "CUDA:1"), or "auto"."""
-    _check_device(text, name)
-    return "auto" if text.lower() == "auto" else text.upper()
-
-
-def parse_devices(name: str, text: str) -> str:
-    """One device as `parse_device` has it, or several: "CUDA,CPU". ArgumentError for one that is there twice, or "auto" among several."""
-    devices = [parse_device(name, part.strip()) for part in str(text).split(",")]
-    if len(devices) > 1 and ("auto" in devices or len({*devices}) < len(devices)):
-        raise ArgumentError(f"{name} must name each of several devices once, such as CUDA,CPU, got {text!r:.80}")
-    return ",".join(devices)
-
-
-@dataclass(frozen=True)
-class Switch:
-    """One environment variable that tinyvllm reads. `parse(name, text)` raises an ArgumentError for an invalid value."""
-
-    name: str
-    meaning: str
-    parse: Callable[[str, str], Any]
-
-
-def expand_home(name: str, text: str | os.PathLike[str]) -> Path:
-    """The path with ~ and ~USER replaced; ArgumentError, with the name of the option, if there is no such home."""
-    path = os.path.expanduser(text)  # unlike Path.expanduser, without a RuntimeError where there is no home
-    if path.startswith("~") and not os.path.exists(path):
-        raise ArgumentError(f"{name}: got {os.fspath(text)!r}, and there is no such home; give the whole path")
-    return Path(path)
-
-
-def _parse_folder(name: str, text: str) -> Path:
-    folder = expand_home(name, text)
-    if not text.strip() or (os.path.exists(folder) and not os.path.isdir(folder)):
-        raise ArgumentError(f"{name} must name a folder, got {text!r}")
-    return folder
-
-
-def _parse_kernels(name: str, text: str) -> dict[str, str]:
-    """ "attention_decode=ref,all=avx2" as a dict; the registry checks the words."""
-    pairs = [pair.strip().split("=") for pair in text.split(",") if pair.strip()]
-    if not pairs or any(len(pair) != 2 or not all(pair) for pair in pairs):
-        raise ArgumentError(f"{name} must be like attention_decode=ref,matmul=avx2 or all=ref, got {text!r}")
-    return {op: row for op, row in pairs}
-
-
-def _parse_switch(name: str, text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ArgumentError(f"{name} must be 0 or 1, got {text!r}")
-    return text == "1"
-
-
-def _parse_selftest(name: str, text: str) -> str:
-    if text not in ("off", "on", "always"):
-        raise ArgumentError(f"{name} must be off, on or always, got {text!r}")
-    return text
-
-
-def parse_count(name: str, text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 64:
-        raise ArgumentError(f"{name} must be a number from 1 to 64, got {text!r}")
-    return int(text)
-
-
-OPTION_PREFIX = "TINYVLLM_ARG_"  # of variables that are options of the command line, which alone reads them: tinyvllm/cli/configuration.py
-
-SWITCHES: tuple[Switch, ...] = (
-    Switch(
-        "TINYVLLM_CACHE", "folder for files that can be made again; default $XDG_CACHE_HOME/tinyvllm or ~/.cache/tinyvllm", _parse_folder
-    ),
-    Switch("TINYVLLM_KERNELS", "which kernel runs an op: OP=ROW,..., OP may be all, ROW may be ref; see `kernels`", _parse_kernels),
-    Switch("TINYVLLM_KEEP_PANELS", "0 to pack weights at every start instead of keeping them packed in the cache folder", _parse_switch),
-    Switch(
-        "TINYVLLM_KEEP_STEPS",
-        "0 to capture every step in each process instead of keeping captured steps in the cache folder",
-        _parse_switch,
-    ),
-    Switch("TINYVLLM_AUTOTUNE", "0 to use every kernel's default work split, instead of timing candidates while idle", _parse_switch),
-    Switch("TINYVLLM_SELFTEST", "off to start without the self-test of kernels, always to test at every start", _parse_selftest),
-    Switch("TINYVLLM_THREADS", "threads of the CPU kernels; default the fast cores that affinity and quotas leave", parse_count),
-    Switch("TINYVLLM_DEVICE", "the default device: auto, CPU, METAL, CUDA, CUDA:1, ..., or two: CUDA,CPU", parse_devices),
-    Switch("TINYVLLM_API_KEY", "a key that `serve` requires and `chat --url` sends, out of the process list", lambda name, text: text),
-)
-
-
-def environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The parsed values of the switches that are set; an unknown TINYVLLM_* or a malformed one is an ArgumentError."""
-    table = {switch.name: switch for switch in SWITCHES}
-    values = {}
-    for name in sorted(n for n in environ if n.startswith("TINYVLLM_") and not n.startswith(OPTION_PREFIX)):
-        if name not in table:
-            raise ArgumentError(f"environment variable {name} is not known{nearest(name, table)}; known are {', '.join(table)}")
-        values[name] = table[name].parse(name, environ[name])
-    return values
-
-
-def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Where files that can be made again should be. Not created or checked here: `storage.cache.open_cache` does that."""
-    environ = os.environ if environ is None else environ
-    folder: Path | None = environment(environ).get("TINYVLLM_CACHE")
-    if folder is not None:
-        return folder
-    if base := environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "tinyvllm"
-    home = os.path.expanduser("~/.cache/tinyvllm")
-    if home.startswith("~"):  # neither HOME nor an entry in the table of users
-        return Path(environ.get("TMPDIR") or "/tmp") / f"tinyvllm-{os.getuid()}"
-    return Path(home)
-
-
 def _locate(model: str | os.PathLike[str] | None, revision: str | None) -> str:
     if model is None:
         if not DEFAULT_MODEL.is_dir():
@@ -607,14 +393,3 @@ def _check_kv_cache_dtype(value: object) -> None:
         near = _KV_CACHE_NEAREST.get(str(value).lower())
         hint = f"; nearest: {near}" if near else nearest(str(value), KV_CACHE_DTYPES)
         raise ArgumentError(f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {value!r}{hint}")
-
-
-def _kind(device: str) -> str:
-    """A device without its number."""
-    return device.partition(":")[0]
-
-
-def _check_device(device: object, name: str = "device") -> None:
-    kind, colon, index = str(device).upper().partition(":")
-    if kind not in map(str.upper, DEVICES) or (colon and (kind == "AUTO" or not index.isdecimal())):
-        raise ArgumentError(f"{name} must be one of {', '.join(DEVICES)}, or one with a number such as CUDA:1, got {device!r}")

@@ -1,0 +1,65 @@
+"""Several processes or devices that share a model: what follows from their options, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tinyvllm.config.engine import resolve
+from tinyvllm.errors import ArgumentError
+
+
+def test_two_devices_are_two_stages(tmp_path: Path) -> None:
+    for given in ({"environ": {"TINYVLLM_DEVICE": "cuda:1, cpu"}}, {"environ": {}, "device": "cuda:1,cpu"}):
+        both = resolve(tmp_path, **given)
+        assert (both.devices, both.device_names, both.pipeline_parallel_size) == (("CUDA:1", "CPU"), "CUDA:1,CPU", 2)
+        assert both.speculative_config is None and both.cpu_ranks == 1 and both.step_seconds == 0.25
+        assert both.of_rank(1).devices == ("CPU",) and both.of_rank(1).num_ranks == 2
+
+
+def test_what_several_ranks_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
+        assert resolve(tmp_path, environ={}, **{name: 2}).speculative_config is None, "a default that does not work with it"
+    for given, words in [
+        ({"pipeline_parallel_size": 0}, ["pipeline_parallel_size", "1 to 64", "got 0"]),
+        ({"pipeline_parallel_size": 2, "swap_space": "1GiB"}, ["swap_space does not work with pipeline_parallel_size=2"]),
+        ({"tensor_parallel_size": 3}, ["tensor_parallel_size must be one of 1, 2, 4, 8", "got 3"]),
+        ({"tensor_parallel_size": 2, "device": "CUDA"}, ["tensor_parallel_size=2 runs on the CPU only", "device=CUDA"]),
+        ({"tensor_parallel_size": 2, "swap_space": "1GiB"}, ["swap_space does not work with tensor_parallel_size=2"]),
+        ({"tensor_parallel_size": 2, "speculative_config": "ngram"}, ["speculative_config does not work with tensor_parallel_size=2"]),
+        ({"tensor_parallel_size": 2, "prefix_cache_dir": tmp_path}, ["prefix_cache_dir does not work with tensor_parallel_size=2"]),
+        ({"tensor_parallel_size": 2, "async_scheduling": True}, ["async_scheduling does not work with tensor_parallel_size=2"]),
+        (
+            {"tensor_parallel_size": 2, "quantization": "q4_k", "imatrix": tmp_path / "i.dat"},
+            ["imatrix does not work with tensor_parallel_size=2"],
+        ),
+        ({"device": "CPU,CUDA"}, ["device=CPU,CUDA: expected a GPU, then the CPU"]),
+        ({"device": "CUDA:0,CUDA:1"}, ["device=CUDA:0,CUDA:1: expected a GPU, then the CPU"]),
+        ({"device": "NV,CPU"}, ["device=NV,CPU: expected a GPU"]),
+        ({"device": "auto,CPU"}, ["device must name each of several devices once", "'auto,CPU'"]),
+        ({"device": "CUDA,CUDA"}, ["device must name each of several devices once"]),
+        ({"device": "CUDA,toaster"}, ["device must be one of", "'toaster'"]),
+        ({"device": "CUDA,CPU", "tensor_parallel_size": 2}, ["tensor_parallel_size=2 does not work with device=CUDA,CPU"]),
+        ({"device": "METAL,CPU", "context_parallel_size": 2}, ["context_parallel_size=2 does not work with device=METAL,CPU"]),
+        ({"device": "CUDA,CPU", "pipeline_parallel_size": 3}, ["pipeline_parallel_size=3 contradicts device=CUDA,CPU"]),
+        ({"device": "CUDA,CPU", "swap_space": "1GiB"}, ["swap_space does not work with device=CUDA,CPU"]),
+        ({"device": "CUDA,CPU", "speculative_config": "ngram"}, ["speculative_config does not work with device=CUDA,CPU"]),
+        ({"device": "CUDA,CPU", "gpu_layers": 0}, ["gpu_layers must be an integer of 1 or more, got 0"]),
+        ({"device": "CUDA", "gpu_layers": 8}, ["gpu_layers=8", "device=CUDA: give device=CUDA,CPU"]),
+        ({"context_parallel_size": 3}, ["context_parallel_size must be one of 1, 2, 4, 8", "got 3"]),
+        ({"context_parallel_size": 2, "block_size": 16}, ["block_size=16", "context_parallel_size=2", "256 tokens", "leave it out"]),
+        ({"context_parallel_size": 2, "enable_lora": True}, ["enable_lora does not work with context_parallel_size=2"]),
+        (
+            {"context_parallel_size": 2, "tensor_parallel_size": 2},
+            ["context_parallel_size=2 does not work with tensor_parallel_size=2", "leave one"],
+        ),
+        (
+            {"prefill_context_parallel_size": 4, "pipeline_parallel_size": 2},
+            ["context_parallel_size=4 does not work with pipeline_parallel_size=2"],
+        ),
+        ({"tensor_parallel_size": 2, "num_scheduler_steps": 4}, ["num_scheduler_steps=4 is not supported with tensor_parallel_size=2"]),
+    ]:
+        with pytest.raises(ArgumentError) as caught:
+            resolve(tmp_path, environ={}, **given)
+        assert all(word in str(caught.value) for word in words), caught.value

@@ -1,0 +1,87 @@
+"""The processes and devices that share a model: what an engine's options say of them, and what they cannot do yet."""
+
+from __future__ import annotations
+
+from tinyvllm.config.devices import kind_of
+from tinyvllm.errors import ArgumentError
+
+PARALLEL_SIZES = (1, 2, 4, 8)  # of processes that share layers or contexts
+LAYER_DEVICES = ("CUDA", "METAL")  # that may have some of a model's layers, next to the CPU
+
+
+class RankOptions:
+    """The options of an EngineConfig that divide a model, and what follows from them."""
+
+    device: str
+    more_devices: tuple[str, ...]
+    gpu_layers: int | None
+    num_scheduler_steps: int
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    context_parallel_size: int
+
+    @property
+    def num_ranks(self) -> int:
+        """The processes that share the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices that share the layers, from the last layers to the first: that of rank 0, then those of the other stages."""
+        return (self.device, *self.more_devices)
+
+    @property
+    def device_names(self) -> str:
+        """`devices` as a user writes them."""
+        return ",".join(self.devices)
+
+    def device_of(self, rank: int) -> str:
+        """The device that a rank computes on."""
+        return self.devices[rank] if self.more_devices else self.device
+
+    @property
+    def cpu_ranks(self) -> int:
+        """The processes that share the cores of the CPU."""
+        return len([device for device in self.devices if kind_of(device) == "CPU"]) if self.more_devices else self.num_ranks
+
+    def check_devices(self) -> None:
+        """ArgumentError for devices that cannot share the layers of a model."""
+        names = self.device_names
+        if not self.more_devices:
+            if self.gpu_layers is not None:
+                raise ArgumentError(
+                    f"gpu_layers={self.gpu_layers} divides the layers between two devices, got device={names}: give device=CUDA,CPU or "
+                    "METAL,CPU, or leave it out"
+                )
+            return
+        if len(self.devices) > 2 or kind_of(self.device) not in LAYER_DEVICES or self.more_devices[0] != "CPU":
+            raise ArgumentError(f"device={names}: expected a GPU, then the CPU, which has the layers that do not fit the GPU: CUDA,CPU")
+        for name in ("tensor_parallel_size", "context_parallel_size"):
+            if getattr(self, name) != 1:
+                raise ArgumentError(f"{name}={getattr(self, name)} does not work with device={names} yet: leave one of them out")
+        if self.pipeline_parallel_size != len(self.devices):
+            raise ArgumentError(
+                f"pipeline_parallel_size={self.pipeline_parallel_size} contradicts device={names}, of which each is a stage: leave it out"
+            )
+
+    def check_ranks(self) -> None:
+        """ArgumentError for what several ranks cannot do yet."""
+        for name in ("tensor_parallel_size", "context_parallel_size"):
+            size = getattr(self, name)
+            if type(size) is not int or size not in PARALLEL_SIZES:
+                raise ArgumentError(f"{name} must be one of {', '.join(map(str, PARALLEL_SIZES))}, got {size!r}")
+        if self.num_ranks == 1:
+            return
+        sizes = {name: getattr(self, name) for name in ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")}
+        given, *others = (f"{name}={size}" for name, size in sizes.items() if size > 1)
+        if self.context_parallel_size > 1 and others:
+            raise ArgumentError(f"{given} does not work with {others[0]} yet: leave one of them out")
+        if self.more_devices:
+            given = f"device={self.device_names}"
+        elif self.device not in ("auto", "CPU"):
+            raise ArgumentError(f"{given} runs on the CPU only, got device={self.device}: leave one of them out")
+        for name in ("swap_space", "speculative_config", "prefix_cache_dir", "async_scheduling", "imatrix", "enable_lora"):
+            if getattr(self, name):
+                raise ArgumentError(f"{name} does not work with {given} yet: leave one of them out")
+        if self.num_scheduler_steps != 1:
+            raise ArgumentError(f"num_scheduler_steps={self.num_scheduler_steps} is not supported with {given}: use 1")
