@@ -1,29 +1,16 @@
-"""Runs schedules: owns the model, the KV pool and the captured steps. Knows sequences and blocks, no text."""
+"""Runs schedules: lays them out as steps, captures these and launches them. Knows sequences and blocks, no text."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 
 from tinyvllm.backends import autotune
-from tinyvllm.backends.cpu.threads import thread_pool, threads_in_words
-from tinyvllm.backends.limits import ShapeFacts
-from tinyvllm.backends.packed import packed_caches, packed_weights
-from tinyvllm.backends.registry import (
-    Choice,
-    Need,
-    architecture_of,
-    choices,
-    usable_variants,
-)
-from tinyvllm.backends.selftest import Report, test_before_first_run, test_kernels
 from tinyvllm.bridge import (
     Captured,
     CapturedCall,
@@ -32,7 +19,6 @@ from tinyvllm.bridge import (
     Reading,
     Recorded,
     capture_work,
-    captures_steps,
     compile_clock,
     copied,
     download,
@@ -45,34 +31,23 @@ from tinyvllm.bridge import (
 )
 from tinyvllm.config.engine import MAX_SCHEDULER_STEPS, EngineConfig
 from tinyvllm.errors import ArgumentError, RequestError
-from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.advance import History, advance
-from tinyvllm.placement import Placement
-from tinyvllm.quant.formats import Layout, formats_in
-from tinyvllm.quant.layouts import BLOCK
-from tinyvllm.quant.random_rows import packable_width
-from tinyvllm.runner.adapters import AdapterPool
 from tinyvllm.runner.ahead import StepOutlines
-from tinyvllm.runner.kept import keep_needs, kept_needs, kept_steps
-from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory, free_memory
+from tinyvllm.runner.kept import kept_steps
+from tinyvllm.runner.loaded import LoadedModel
+from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory
 from tinyvllm.runner.opened import OpenedModel, open_model
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
-from tinyvllm.runner.ranked import Announced, RankedSteps
-from tinyvllm.runner.sizes import block_bytes, check_all_weights, groups_of, pool_size
+from tinyvllm.runner.ranked import Announced, start_ranks
 from tinyvllm.runner.split import max_rows
-from tinyvllm.runner.states import all_caches, checked_slots, new_states
 from tinyvllm.runner.step import Logits, PreparedStep, StepPlan
-from tinyvllm.runner.weight_plan import WeightPlan
+from tinyvllm.runner.tested import StepKernels
 from tinyvllm.scheduler import Schedule, Scheduled
-from tinyvllm.weights.checkpoint import open_checkpoint
-from tinyvllm.weights.quantized.notes import describe
 
-__all__ = ["Choice", "Logits", "PreparedStep", "Reading", "Runner"]
-
-log = logging.getLogger("tinyvllm")
+__all__ = ["Logits", "PreparedStep", "Reading", "Runner"]
 
 
-class Runner:
+class Runner(LoadedModel):
     """The model on its device. `prepare` and `launch` run a schedule; `prompt_logits` serves evaluation."""
 
     def __init__(
@@ -84,39 +59,9 @@ class Runner:
         drafter: DrafterMemory = NO_DRAFTER,
     ):
         """`opened` is the model if it was opened before; `drafter` the memory that must be left for drafts."""
-        self.placement = Placement(device)
-        self.architecture = architecture_of(self.placement)
         opened = opened or open_model(config, device)
-        self.checkpoint, plan, recipes = opened.checkpoint, opened.plan, opened.recipes
-        self.config: ModelConfig = opened.config
-        self.dtype, self.model = opened.dtype, opened.model
-        loader = opened.loader(progress)
-        if opened.leads and not loader.maps_all:
-            check_all_weights(opened)
-        packing = self._test_packing(plan, plan.matrix_formats(recipes, opened.stored))
-        loader.load(self.model, recipes)
-        if note := describe(self.checkpoint.tensors, self.checkpoint.unused, loader.unpacked):
-            log.warning(note)
-        if self.checkpoint.left_out:
-            log.warning(self.checkpoint.left_out)
-        whole = opened.whole or loader
-        self.weight_bytes, self.bytes_per_token = whole.bytes + opened.copies, whole.streamed
-        self.kv_token_bytes, self.block_bytes = opened.block_bytes // config.block_size, block_bytes(config, opened)
-        self.weight_formats, self.weight_layout, self.weight_identity = loader.formats, plan.layout, plan.identity
-        # the other ranks of this machine load their weights after this one
-        free = None if opened.whole is None or opened.division else free_memory(device) - (self.weight_bytes - loader.bytes)
-        size = pool_size(config, opened, drafter, free)
-        self.max_model_len, self.groups = size.max_model_len, groups_of(config, self.config)
-        groups = self.groups.layers if self.groups.blocks.count > 1 else None
-        self.pool = opened.pool(opened.own_kv_layers, size.num_blocks, groups)
-        self.options, self.one_off = config, threading.Lock()  # the engine's options; held for a pass outside the schedule
-        self.state_slots = checked_slots(config, self.config, device)
-        self.caches = all_caches(self.config, self.pool, new_states(self.config, self.state_slots, device))
-        self.adapters = AdapterPool(config, opened, device) if config.enable_lora else None
-        self.max_num_seqs = config.max_num_seqs
-        # a pool too small for the model's context shortens sequences, but must not change what the positions mean
-        constants = self.model.constants(self.max_model_len, config.max_model_len or self.config.max_context)
-        self._constants = {name: copied(np.asarray(a), device) for name, a in constants.items()}
+        super().__init__(config, device, opened, progress, drafter)
+        self.one_off = threading.Lock()  # held for a pass outside the schedule
         self._table_width = -(-self.max_model_len // config.block_size)
         self._cascade = config.enable_cascade
         self._steps: dict[tuple[Shape, bool, tuple[int, ...]], StepPlan] = {}  # the last part: `_state_layers`
@@ -126,15 +71,15 @@ class Runner:
         self._embeddings: dict[Shape, tuple[StepInputs, Captured]] = {}
         hosted = config.swap_space // self.pool.block_bytes
         self._hosted = np.zeros((hosted, self.pool.block_bytes), np.uint8)  # its pages come as they are written
-        self._stage, self._divides = opened.stage, opened.split is not None
         rows = max_rows(config) * self.config.dim if opened.takes_stream else 0
         self._arrived = Tensor.empty(rows, dtype=dtypes.float32, device=device).contiguous().realize() if rows else None
-        self._is_first_start, self._likely_draw = False, opened.likely_draw
         self.kept_steps = kept_steps(self.placement, config, self._roots()) if config.num_ranks == 1 and opened.keeps_steps else None
-        tested = self._test_kernels(config)
-        self.self_test = tested if self.placement.is_cpu else packing + tested  # the CPU's grows with the steps
+        self._kernels = StepKernels(self.placement, self.kept_steps)
+        outlines = StepOutlines(self.model, self.pool, self.caches, self._constants, self.placement, self._inputs, self._history)
+        tested = self._kernels.test(outlines, config, opened.likely_draw)
+        self.self_test = tested if self.placement.is_cpu else self.packing_test + tested  # the CPU's grows with the steps
         self.rounds_in_background = True  # rounds that the device runs alone are in the background: the host has something to do meanwhile
-        self.ranks = None if opened.memory is None else RankedSteps(config, opened, opened.memory, self.pool)
+        self.ranks = start_ranks(config, opened, self.pool)
 
     def close(self) -> None:
         """End the other ranks."""
@@ -149,43 +94,6 @@ class Runner:
         """What all steps read, and what decides their kernels."""
         pool = self.pool
         return {"model": self.model, "layers": self.caches, "constants": self._constants, "block_size": pool.block_size}
-
-    def _test_kernels(self, config: EngineConfig) -> Report:
-        """Compile what steps will launch, and test it. An engine that has started before has its kernels in the cache folder.
-
-        On the CPU each step's kernels are tested before it runs for the first time: compiling those of the tests takes as long as those of
-        the model.
-        """
-        needs = kept_needs(self.kept_steps, self.placement)
-        if self.placement.is_cpu and captures_steps():
-            report = test_before_first_run(self.placement)
-            if needs is None:
-                self._outlines().compile_ahead(config, self._likely_draw)
-            self._is_first_start = needs is None
-            return report
-        outlines = self._outlines()
-        if needs is None and (self.placement.is_cpu or self.placement.is_cuda):
-            outlines.compile_ahead(config, self._likely_draw)
-        collected: list[list[Need]] = [] if needs is None else [needs]
-
-        def next_needs() -> list[Need]:
-            return collected.pop() if collected else outlines.kernel_needs()
-
-        report = test_kernels(self.placement, next_needs)
-        if needs is None:
-            keep_needs(self.kept_steps, outlines.kernel_needs())
-        return report
-
-    def _outlines(self) -> StepOutlines:
-        return StepOutlines(self.model, self.pool, self.caches, self._constants, self.placement, self._inputs, self._history)
-
-    def _test_packing(self, plan: WeightPlan, formats: set[str]) -> Report:
-        """The self-test of the kernels that pack weights, before they do."""
-        if plan.layout is not Layout.TILES:
-            return Report()
-        formats &= {*formats_in(Layout.TILES)}
-        facts = [ShapeFacts(self.placement, inputs=packable_width(format, BLOCK), format=format) for format in sorted(formats)]
-        return test_kernels(self.placement, lambda: [("pack_tiles", each) for each in facts])
 
     def prepare(self, schedule: Schedule) -> PreparedStep:
         """Lay a schedule out on the device. The copy may wait for the step in flight, so it comes before anything is launched.
@@ -243,11 +151,6 @@ class Runner:
         plan = self._new_step(shape, all_rows=False)
         blocks = plan.inputs.fill([], [], self.pool.block_size)
         return PreparedStep([], shape.sequences, {"num_blocks": blocks} if self._table_width > 1 else {}, plan, not shape.chunks, [])
-
-    @property
-    def packed_types(self) -> dict[str, list[str]]:
-        """What kernels of the device compute with as packed: weight formats, and values of `kv_cache_dtype`."""
-        return {"weights": [*packed_weights(self.placement)], "kv_cache": [*packed_caches(self.placement)]}
 
     @property
     def swap_blocks(self) -> int:
@@ -323,11 +226,6 @@ class Runner:
                 pass
 
     @property
-    def device(self) -> str:
-        """tinygrad's name of the device."""
-        return self.placement.device
-
-    @property
     def overlaps(self) -> bool:
         """Whether a launch comes back before the step has run, so that the host can do something else meanwhile."""
         return self.placement.is_cuda or self.placement.is_metal
@@ -398,35 +296,6 @@ class Runner:
         """Seconds in which this process has run compilers."""
         return compile_clock.seconds
 
-    @property
-    def kv_bytes_by_layer(self) -> list[float]:
-        """Bytes of the keys and values of one token that each layer of this process reads."""
-        c, pool = self.config, self.pool
-        shapes = [pool.shapes[c.kv_source(layer)] for layer in range(c.num_blocks)] if c.window_heads else [pool.block] * len(self.windows)
-        return [shape.nbytes / pool.block_size for shape in shapes]
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """The sliding window of each layer that this process has, 0 for full attention."""
-        windows = tuple(self.config.windows) or (0,) * self.config.num_blocks
-        return windows if self._stage is None else windows[self._stage.layers.start : self._stage.layers.stop]
-
-    def choices(self) -> list[Choice]:
-        """Every choice of a kernel that was made in this process so far."""
-        return choices()
-
-    def variants(self) -> list[str]:
-        """The kernel variants that this machine can run on the engine's devices; which of them run decides the last bits of all results."""
-        return [name for device in self.options.devices for name in usable_variants(Placement(device))]
-
-    def num_threads(self) -> int:
-        """Threads of the CPU's thread pool; 0 on other devices."""
-        return thread_pool().num_threads if self.placement.is_cpu else 0
-
-    def threads_in_words(self) -> str:
-        """The number of threads and what it follows from."""
-        return threads_in_words() if self.placement.is_cpu else "0 threads"
-
     def _prepare(self, singles: list[Scheduled], chunks: list[Scheduled], all_rows: bool) -> PreparedStep:
         shape = shape_of(singles, chunks)
         plan = self.plan_of(shape, all_rows)
@@ -449,9 +318,8 @@ class Runner:
         captured = Captured(forward, {"num_blocks": (1, self._table_width)}, kept)
         plan = StepPlan(inputs, forward, captured, self._history(shape), {}, {})
         self._steps[shape, all_rows, self._state_layers] = plan
-        if shape.decodes and self._is_first_start:  # all that was compiled ahead is used soon: later starts find it on disk
-            self._is_first_start = False
-            keep_needs(self.kept_steps, ())
+        if shape.decodes:  # the last of what was compiled ahead is used now
+            self._kernels.note_first_start()
         return plan
 
     def _kept(self, name: str, **roots: object) -> KeptStep | None:
@@ -497,8 +365,3 @@ class Runner:
     def tokens(self, sampled: Tensor) -> np.ndarray:
         """Token ids [1, B] that a captured step left on the device, once they are there."""
         return peek(sampled).reshape(1, -1)
-
-    @staticmethod
-    def gguf_metadata(path: Path) -> dict[str, object]:
-        """The metadata of a GGUF file that is not the model's own."""
-        return open_checkpoint(path).config
