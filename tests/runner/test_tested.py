@@ -1,9 +1,10 @@
-"""What a start compiles ahead, in which order, and what it leaves alone."""
+"""What a start compiles ahead, in which order, what it leaves alone, and what it notes for later ones."""
 
 from dataclasses import replace
 
 import pytest
 
+from tests.engine.starts import use_own_steps
 from tinyvllm.config.engine import EngineConfig
 
 
@@ -38,3 +39,17 @@ def test_a_start_on_the_reference_computes_nothing_ahead(tiny_model, monkeypatch
     made = Runner(EngineConfig(model=str(tiny_model), num_blocks=4), "CPU")
     registry.forget_choices()
     assert all(cache.keys.uop.has_buffer_identity() for cache in made.pool.layers)
+
+
+def test_a_start_that_decodes_nothing_is_noted_once_all_is_compiled(tiny_model, tmp_path, monkeypatch):
+    """As with one token an answer: each such start compiled ahead again."""
+    from tinyvllm.backends.cpu.call import CpuBackend
+    from tinyvllm.runner.runner import Runner
+
+    use_own_steps(monkeypatch, tmp_path)
+    starts, config = [], EngineConfig(model=str(tiny_model), num_blocks=4)
+    monkeypatch.setattr(CpuBackend, "compile_ahead", lambda self, kernels, placement: starts.append(kernels))
+    for compiled, count in ((False, 1), (True, 2), (True, 2)):
+        monkeypatch.setattr("tinyvllm.backends.cpu.launch.compiled_ahead", lambda compiled=compiled: compiled)
+        Runner(config, "CPU").close()
+        assert len(starts) == count

@@ -82,7 +82,8 @@ class Runner(LoadedModel):
         self.ranks = start_ranks(config, opened, self.pool)
 
     def close(self) -> None:
-        """End the other ranks."""
+        """End the other ranks, and note what a later start finds."""
+        self._kernels.close()
         if self.ranks is not None:
             self.ranks.close()
 

@@ -52,6 +52,14 @@ class StepKernels:
             keep_needs(self._kept, outlines.kernel_needs())
         return report
 
+    def close(self) -> None:
+        """No step follows, and what is not compiled yet may never be: then the next start compiles ahead again."""
+        if self._compiles_ahead:
+            from tinyvllm.backends.cpu.launch import compiled_ahead  # not above: other devices do without
+
+            if compiled_ahead():
+                self.note_first_start()
+
     def note_first_start(self) -> None:
         """All that was compiled ahead is on disk, or is used soon: later starts need not compile ahead."""
         if self._compiles_ahead:
