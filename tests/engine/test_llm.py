@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.engine.drafting import Oracle, speculate
-from tinyvllm import LLM, ArgumentError, ModelError, RequestError, SamplingParams
+from tinyvllm import LLM, ArgumentError, ModelError, RequestError, RequestOptions, SamplingParams
 from tinyvllm.engine.prompt import PromptError, default_sampling_params
 from tinyvllm.errors import TinyvllmError
 
@@ -149,6 +149,9 @@ def test_the_model_recommends_sampling_parameters(llm: LLM, tmp_path: Path) -> N
         ({"messages": "hi"}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt must be a non-empty text"),
+        ({"prompt_token_ids": [1], "cache_salt": "x" * 4097}, "cache_salt must be a non-empty text of at most 4096 characters"),
+        ({"messages": [{"role": "user", "content": "a"}], "cache_salt": 7}, "cache_salt must be a non-empty text"),
         (7, "a prompt must be a text"),
     ],
 )
@@ -159,6 +162,24 @@ def test_a_prompt_that_cannot_be_served_runs_nothing(llm: LLM, prompt: object, w
         llm.generate(["fine", prompt, "fine"], GREEDY)  # type: ignore[list-item]
     assert refusal.value.index == 1
     assert llm._open == {} and len(tokens(llm, "x")) == 8 and not llm.engine.has_work()
+
+
+def test_prompts_share_cached_prefixes_with_those_of_their_salt(llm: LLM) -> None:
+    """As in vLLM's TextPrompt and TokensPrompt."""
+    text = "salt " * 20
+    ids = [256, *text.encode()]
+
+    def cached(*prompts: dict[str, object], options: RequestOptions | None = None) -> list[int]:
+        return [output.num_cached_tokens for output in llm.generate(list(prompts), GREEDY, options=options)]
+
+    assert cached({"prompt": text, "cache_salt": "a"}, {"prompt": text, "cache_salt": "b"}) == [0, 0], "nor with those that run with them"
+    assert cached({"prompt_token_ids": ids, "cache_salt": "a"}) == [96]
+    assert cached({"prompt": text}) == cached({"prompt": text, "cache_salt": "c"}) == [0]
+    assert cached({"prompt": text}, options=RequestOptions(cache_salt="a")) == [96], "the salt of options is the same one"
+    assert cached({"prompt": text, "cache_salt": "a"}, options=RequestOptions(priority=1, cache_salt="a")) == [96]
+    assert cached({"prompt": text, "cache_salt": None}) == [96], "not given"
+    with pytest.raises(ArgumentError, match="the prompt has 'a', its options 'b': give one of them"):
+        cached({"prompt": text, "cache_salt": "a"}, options=RequestOptions(cache_salt="b"))
 
 
 def test_sampling_parameters_are_one_or_one_each(llm: LLM) -> None:

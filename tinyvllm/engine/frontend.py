@@ -100,11 +100,22 @@ def plan_download(config: EngineConfig, memory: int | None = None) -> Choice:
 def submit(
     engine: Engine, request_id: str, encoded: Encoded, params: SamplingParams | BeamSearchParams, options: RequestOptions | None
 ) -> None:
-    """Queue an encoded prompt; the errors of Engine.add, and ArgumentError for segments that the request may not use."""
+    """Queue an encoded prompt; the errors of Engine.add, and ArgumentError for two salts, and for segments that the request may not use."""
+    options = _with_salt(options, encoded.cache_salt)
     if encoded.segments and options is not None and options.adapter is not None:
         raise ArgumentError(f"segments are computed without an adapter: leave out the segments, or the adapter {options.adapter.name!r}")
     engine.segments.check_use(encoded.segments, options)
     engine.add(request_id, encoded.token_ids, params, encoded.text, options)
+
+
+def _with_salt(options: RequestOptions | None, salt: str | None) -> RequestOptions | None:
+    """The options of a request whose prompt has this salt, or none. ArgumentError if the options have another one."""
+    if salt is None:
+        return options
+    options = options or RequestOptions()
+    if options.cache_salt not in (None, salt):
+        raise ArgumentError(f"cache_salt: the prompt has {salt!r:.80}, its options {options.cache_salt!r:.80}: give one of them")
+    return replace(options, cache_salt=salt)
 
 
 def with_adapter(engine: Engine, options: RequestOptions | None, lora: LoRARequest | None) -> RequestOptions | None:

@@ -123,9 +123,11 @@ class LLM:
         """The finished outputs of all prompts, in their order, run together, with `options` (priority, deadlines, ...) for all of them.
         `lora_request` is the adapter of all prompts, or a list of those of each (docs/lora.md).
 
-        A prompt is a text, {"prompt_token_ids": ids}, {"messages": conversation} or {"segments": segments, "prompt": text}. If one of them
-        cannot be served nothing runs: RequestError (or ArgumentError, TokenizerError) for a single prompt; for several PromptError, which
-        has the index of the prompt. A prompt that fails while it runs has finish_reason "error" and a `failure`; if all do, it is raised.
+        A prompt is a text, {"prompt": text}, {"prompt_token_ids": ids}, {"messages": conversation} or {"segments": segments, "prompt":
+        text}. A dict may have a "cache_salt": cached prefixes are shared only with prompts of the same salt, as with that of `options`.
+        If one of them cannot be served nothing runs: RequestError (or ArgumentError, TokenizerError) for a single prompt; for several
+        PromptError, which has the index of the prompt. A prompt that fails while it runs has finish_reason "error" and a `failure`; if
+        all do, it is raised.
         """
         items: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else _listed("prompts", prompts)  # type: ignore[list-item]
         each = spread(sampling_params, self.default_params, len(items))

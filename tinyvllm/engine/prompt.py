@@ -14,12 +14,13 @@ from tinyvllm.engine.segments import Segment, concat_token_ids
 from tinyvllm.errors import ArgumentError, ModelError, RequestError, TinyvllmError, nearest
 from tinyvllm.foreign import MAX_JSON_BYTES, parse_json, read_bounded
 from tinyvllm.lazy_dataclass import dataclass
-from tinyvllm.request import SamplingParams
+from tinyvllm.request import SamplingParams, check_cache_salt
 from tinyvllm.text.chat import render_chat
 from tinyvllm.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-# a text, {"prompt": text}, {"prompt_token_ids": ids}, {"messages": conversation, ...}, {"segments": [Segment, ...], "prompt": text}
+# a text, {"prompt": text}, {"prompt_token_ids": ids}, {"messages": conversation, ...}, {"segments": [Segment, ...], "prompt": text};
+# a dict may have a cache_salt
 Prompt = str | Mapping[str, Any]
 
 _CHAT_OPTIONS = ("messages", "tools", "chat_template", "add_generation_prompt", "chat_template_kwargs")
@@ -37,11 +38,14 @@ class PromptError(RequestError):
 
 @dataclass(frozen=True)
 class Encoded:
-    """A prompt as the engine takes it; `text` is None for token ids, and for a prompt that begins with `segments`."""
+    """A prompt as the engine takes it; `text` is None for token ids, and for a prompt that begins with `segments`. `cache_salt` is None
+    where the prompt has none of its own.
+    """
 
     text: str | None
     token_ids: list[int]
     segments: tuple[Segment, ...] = ()
+    cache_salt: str | None = None
 
 
 def encode_prompt(tokenizer: Tokenizer | None, prompt: Prompt) -> Encoded:
@@ -60,14 +64,22 @@ def encode_prompt(tokenizer: Tokenizer | None, prompt: Prompt) -> Encoded:
         raise ArgumentError(
             f"a prompt dict must have prompt_token_ids, prompt or messages, got {', '.join(map(repr, prompt)) or 'nothing'}"
         )
+    known = (*allowed[kinds[0]], "cache_salt")
     for key in prompt:
-        if key not in allowed[kinds[0]]:
-            raise ArgumentError(f"a prompt with {kinds[0]} takes no {key!r}{nearest(str(key), allowed[kinds[0]])}")
-    if kinds[0] == "prompt_token_ids":
+        if key not in known:
+            raise ArgumentError(f"a prompt with {kinds[0]} takes no {key!r}{nearest(str(key), known)}")
+    salt = prompt.get("cache_salt")
+    check_cache_salt(salt)
+    encoded = _encode_dict(tokenizer, prompt, kinds[0])
+    return encoded if salt is None else replace(encoded, cache_salt=salt)
+
+
+def _encode_dict(tokenizer: Tokenizer | None, prompt: Mapping[str, Any], kind: str) -> Encoded:
+    if kind == "prompt_token_ids":
         return Encoded(prompt.get("prompt"), _check_ids(prompt["prompt_token_ids"]))
-    if kinds[0] == "prompt":
+    if kind == "prompt":
         return _encode_text(tokenizer, prompt["prompt"])
-    if kinds[0] == "segments":
+    if kind == "segments":
         return _encode_segments(tokenizer, prompt)
     return _encode_messages(tokenizer, prompt)
 

@@ -59,8 +59,12 @@ class RequestOptions:
                 raise ArgumentError(f"{name} must be a number above 0 and up to {MAX_DEADLINE_MS:g}, got {brief(value)}")
         if not isinstance(self.key, str) or len(self.key) > MAX_NAME:
             raise ArgumentError(f"key must be a text of at most {MAX_NAME} characters, got {brief(self.key)}")
-        salt = self.cache_salt
-        if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_NAME):
-            raise ArgumentError(f"cache_salt must be a non-empty text of at most {MAX_NAME} characters, got {brief(salt)}")
-        if salt is not None and salt.startswith(SALT_MARK):
-            raise ArgumentError(f"cache_salt must not begin with {SALT_MARK!r}, got {brief(salt)}")
+        check_cache_salt(self.cache_salt)
+
+
+def check_cache_salt(salt: object) -> None:
+    """ArgumentError for what is neither None nor a `cache_salt`."""
+    if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_NAME):
+        raise ArgumentError(f"cache_salt must be a non-empty text of at most {MAX_NAME} characters, got {brief(salt)}")
+    if isinstance(salt, str) and salt.startswith(SALT_MARK):
+        raise ArgumentError(f"cache_salt must not begin with {SALT_MARK!r}, got {brief(salt)}")
