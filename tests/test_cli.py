@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import ctypes
 import io
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tinyvllm import LLM, SamplingParams, cli
+from tinyvllm.backends.cpu.variants import cpu_variants
 from tinyvllm.cli import chat as cli_chat
 from tinyvllm.cli import generate as cli_generate
 from tinyvllm.cli import progress as figures
@@ -749,6 +751,9 @@ def test_kernels_says_what_runs_each_op_and_why(tiny_model: Path, tmp_path: Path
     assert rows["matmul"] == ("plain", "TINYVLLM_KERNELS asks for it")
     assert rows["attention_decode"][0] == "ref" and "head dimension from 32 to 512; the model has 16" in rows["attention_decode"][1]
     assert "device CPU" in below
+    # what the machine lacks is a reason of every row, so that no row has it
+    assert not any(why.startswith("not ") for _, why in rows.values())
+    assert all(reason in below for reason in itertools.takewhile(lambda reason: reason is not None, cpu_variants().values()))
 
 
 def test_kernels_of_the_reference_and_of_no_such_row(tiny_model: Path) -> None:

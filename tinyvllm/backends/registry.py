@@ -241,6 +241,18 @@ def usable_variants(placement: Placement, stem: str | None = None) -> list[str]:
     return [name for name, lacking in variants(placement, stem).items() if lacking is None]
 
 
+def skipped_variants(placement: Placement) -> list[str]:
+    """Why this machine runs no better variant than its best, such as "not amx: the processor has no amx_tile". Nothing where it can run
+    none: there each choice has the reasons.
+    """
+    skipped: list[str] = []
+    for name, lacking in variants(placement).items():
+        if lacking is None:
+            return skipped
+        skipped.append(f"not {name}: {lacking}")
+    return []
+
+
 def _choose(stem: str, placement: Placement, shape: str, facts: ShapeFacts | None, forced: dict[str, str]) -> Choice:
     assert stem in STEMS, stem
     backend, wanted, kind = backend_for(placement), forced.get(stem, forced.get("all")), placement.kind
@@ -257,7 +269,7 @@ def _choose(stem: str, placement: Placement, shape: str, facts: ShapeFacts | Non
         return Choice(stem, shape, REFERENCE, reason)
     available = backend.variants(placement, stem)
     if wanted is None:
-        return _best(stem, shape, available, _failed(stem, placement, facts))
+        return _best(stem, shape, available, backend.variants(placement), _failed(stem, placement, facts))
     return _wanted(stem, placement, shape, wanted, available)
 
 
@@ -269,18 +281,21 @@ def _failed(stem: str, placement: Placement, facts: ShapeFacts | None) -> dict[s
     return {variant: reason for (device, variant, of), reason in _failures.items() if (device, of) == (placement.device, case)}
 
 
-def _best(stem: str, shape: str, available: dict[str, str | None], failed: dict[str, str]) -> Choice:
-    """The first variant that this machine can run and that has not failed its self-test."""
+def _best(stem: str, shape: str, available: dict[str, str | None], of_machine: dict[str, str | None], failed: dict[str, str]) -> Choice:
+    """The first variant that this machine can run and that has not failed its self-test. Which variants it lacks for all ops,
+    `skipped_variants` says once.
+    """
     replaced: list[str] = []
-    skipped: list[str] = []
+    skipped: dict[str, str] = {}
     for name, lacking in available.items():
         if lacking is None and name in failed:
             replaced.append(f"replaced: {name} failed its self-test: {failed[name]}")
             continue
         if lacking is None:
-            return Choice(stem, shape, name, "; ".join(replaced + skipped) or "the best variant for this processor")
-        skipped.append(f"not {name}: {lacking}")
-    return Choice(stem, shape, REFERENCE, "; ".join(replaced + skipped))
+            own = [reason for other, reason in skipped.items() if of_machine.get(other) is None]
+            return Choice(stem, shape, name, "; ".join(replaced + own) or "the best variant for this processor")
+        skipped[name] = f"not {name}: {lacking}"
+    return Choice(stem, shape, REFERENCE, "; ".join([*replaced, *skipped.values()]))
 
 
 def _wanted(stem: str, placement: Placement, shape: str, wanted: str, available: dict[str, str | None]) -> Choice:

@@ -20,6 +20,6 @@ def run(options: argparse.Namespace) -> int:
             print(line)
         if not options.quiet:
             print(engine.runner.self_test)
-            where = f"device {engine.config.device_names}, {engine.runner.threads_in_words()}"
-            print(f"{where}; TINYVLLM_KERNELS=OP=VARIANT,... overrides the choice")
+            machine = [f"device {engine.config.device_names}, {engine.runner.threads_in_words()}", *engine.runner.skipped_variants()]
+            print("; ".join([*machine, "TINYVLLM_KERNELS=OP=VARIANT,... overrides the choice"]))
     return 0

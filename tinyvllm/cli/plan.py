@@ -38,7 +38,7 @@ def lines_of(plan: Plan) -> list[str]:
     ]
     lines += [*_candidates(plan.sizes), "", *_speed(plan.speed, plan.unpredicted), ""]
     rows = [(one.op, one.shape, one.variant, one.why) for one in plan.kernels]
-    return [*lines, *table(HEADINGS, rows)]
+    return [*lines, *table(HEADINGS, rows), *plan.skipped]
 
 
 def _memory(sizes: Sizes) -> list[str]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from tinyvllm.backends.cpu.threads import thread_pool, threads_in_words
 from tinyvllm.backends.packed import packed_caches, packed_weights
-from tinyvllm.backends.registry import Choice, architecture_of, choices, usable_variants
+from tinyvllm.backends.registry import Choice, architecture_of, choices, skipped_variants, usable_variants
 from tinyvllm.bridge import copied
 from tinyvllm.config.engine import EngineConfig
 from tinyvllm.placement import Placement
@@ -105,6 +105,10 @@ class LoadedModel:
     def variants(self) -> list[str]:
         """The kernel variants that this machine can run on the engine's devices; which of them run decides the last bits of all results."""
         return [name for device in self.options.devices for name in usable_variants(Placement(device))]
+
+    def skipped_variants(self) -> list[str]:
+        """Why the machine runs no better variant than its best on the engine's devices."""
+        return [reason for device in self.options.devices for reason in skipped_variants(Placement(device))]
 
     def num_threads(self) -> int:
         """Threads of the CPU's thread pool; 0 on other devices."""

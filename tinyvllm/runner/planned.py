@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.backends.registry import REFERENCE, architecture_of
+from tinyvllm.backends.registry import REFERENCE, architecture_of, skipped_variants
 from tinyvllm.config.engine import MAX_SCHEDULER_STEPS, EngineConfig
 from tinyvllm.ops.advance import History
 from tinyvllm.quant.formats import FLOATS
@@ -38,6 +38,11 @@ class KernelChoice:
 def architecture_of_model(opened: OpenedModel) -> str:
     """What the device of a model computes with."""
     return architecture_of(opened.plan.placement)
+
+
+def skipped_by_machine(opened: OpenedModel) -> list[str]:
+    """Why the device of a model runs no better variant of kernels than its best."""
+    return skipped_variants(opened.plan.placement)
 
 
 def is_packed(opened: OpenedModel) -> bool:

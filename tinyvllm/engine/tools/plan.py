@@ -41,7 +41,9 @@ class Speed:
 
 @dataclass(frozen=True)
 class Plan:
-    """`formats` has the bytes of weights by format; `unpredicted` says why there is no speed."""
+    """`formats` has the bytes of weights by format; `skipped` says why the machine runs no better kernels, `unpredicted` why there is no
+    speed.
+    """
 
     model: str
     device: str
@@ -49,6 +51,7 @@ class Plan:
     formats: dict[str, int]
     sizes: Sizes
     kernels: list[KernelChoice]
+    skipped: list[str]
     speed: Speed | None
     unpredicted: str | None
 
@@ -116,7 +119,7 @@ def _local(config: EngineConfig, available: int, limit: str) -> Iterator[tuple[s
 
 def _plan(name: str, config: EngineConfig, available: int, limit: str, speed: bool) -> Plan:
     from tinyvllm.runner.opened import open_model
-    from tinyvllm.runner.planned import architecture_of_model, bytes_by_format, planned_kernels
+    from tinyvllm.runner.planned import architecture_of_model, bytes_by_format, planned_kernels, skipped_by_machine
 
     opened = open_model(config, config.device)
     sizes = make_sizes(config, opened, drafter_memory(config, opened), available, limit)
@@ -130,7 +133,8 @@ def _plan(name: str, config: EngineConfig, available: int, limit: str, speed: bo
         part.outline()
         kernels += planned_kernels(config, part, blocks, longest)
     predicted, reason = _predicted(config, opened, held, kernels, longest) if speed else (None, "it was switched off")
-    return Plan(name, config.device_names, architecture_of_model(opened), bytes_by_format(held), sizes, kernels, predicted, reason)
+    machine, formats, skipped = architecture_of_model(opened), bytes_by_format(held), skipped_by_machine(opened)
+    return Plan(name, config.device_names, machine, formats, sizes, kernels, skipped, predicted, reason)
 
 
 def _predicted(
