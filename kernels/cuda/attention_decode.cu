@@ -1,4 +1,4 @@
-// out[b] = softmax(q[b] k^T * SCALE) v over the keys that the newest token of sequence b sees: one row a sequence.
+// out[b] = softmax(q[b] k^T * SCALE) v over the keys that the newest token of sequence b sees, and the head's sink: one row a sequence.
 //
 //   out           [T, H, D] float32          rows from `count` on are not touched
 //   partial       [RECORDS_OF_ALL * ROWS * (D + 2)] float32, scratch. RECORDS_OF_ALL = grid * 2 * (SECTION / 256 + SECTIONS), plus, if
@@ -10,6 +10,7 @@
 //   block_tables  [B, M] int32               entries after the end of a context are not read
 //   context_lens  [B] int32                  tokens in the cache, 1 to M * S, for sequences below `count`
 //   count         [1] int32                  number of sequences
+//   sinks         [H] float32, if SINKS      attention.cuh
 //   shared_prefix_lens  [B] int32, if CASCADE  leading tokens of sequence b that are in the same blocks as those of sequence b - 1, whole
 //                                            blocks that both have filled; 0 for the first; a smaller number is always correct
 //   B             integer                    length of context_lens
@@ -47,14 +48,15 @@
 extern "C" __global__ void __launch_bounds__(32, D <= 32 ? 10 : 1)
     attention_decode(float *out, float *partial, u32 *counters, const float *q, const uint4 *cache, const int *block_tables,
 #if CASCADE
-                     const int *context_lens, const int *count, const int *shared_prefix_lens, int B, int cascade) {
+                     const int *context_lens, const int *count, SINKS_ARGUMENT const int *shared_prefix_lens, int B, int cascade) {
 #else
-                     const int *context_lens, const int *count, int B, int cascade) {
+                     const int *context_lens, const int *count, SINKS_ARGUMENT int B, int cascade) {
   const int *shared_prefix_lens = nullptr;
 #endif
   DYNAMIC_SHARED(ring);
   const Batch batch = {block_tables, context_lens, shared_prefix_lens, min(B, count[0]), cascade};
   const Records records = records_at(partial, B, cascade);
+  const Output output = {out, SINKS_POINTER};
   Run run;
   Stream stream;
   if (!find_run(run, stream.next, batch)) return;
@@ -98,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(32, D <= 32 ? 10 : 1)
         if (is_unit_end(at)) break;
       }
     }
-    end_unit(state, out, records, counters, batch, run, at, sequences);
+    end_unit(state, output, records, counters, batch, run, at, sequences);
     if (at.start + TILE >= at.context) loaded = 0;
     advance(at, batch, run);
   }

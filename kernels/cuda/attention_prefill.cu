@@ -1,4 +1,5 @@
-// out[t] = softmax(q[t] k^T * SCALE) v over the keys that row t sees, for the rows of sequences with several rows (prefill chunks).
+// out[t] = softmax(q[t] k^T * SCALE) v over the keys that row t sees and the head's sink, for the rows of sequences with several rows
+// (prefill chunks).
 //
 //   out           [T, H, D] float32          only rows of the chunk sequences are written; meanwhile they hold the merged sections
 //   q             [T, H, D] float32
@@ -7,6 +8,7 @@
 //   context_lens  [B] int32                  tokens in the cache, including this step's
 //   query_starts  [B + 1] int32              sequence b has rows query_starts[b] to query_starts[b + 1] - 1; its last row has position
 //                                            context_lens[b] - 1
+//   sinks         [H] float32, if SINKS      attention.cuh
 //   chunks        [2] int32                  first chunk sequence, number of chunk sequences
 //
 // Constants: those of attention.cuh, and STAGES: 2, or 1 where shared memory does not suffice for 2. H / K is at most WARPS * 16.
@@ -70,11 +72,12 @@ DEVICE void copy_stage(u8 *stage, const Work &work, const uint4 *cache, int star
 DEVICE void attend_tile(RowState &state, const Queries &queries, const u8 *keys, const u8 *values, int start, const WarpRows &rows);
 DEVICE void reset_section(SectionState &section);
 DEVICE void merge_partition(SectionState &section, RowState &state);
-DEVICE void merge_section(SectionState &section, float (&max)[2], float (&sum)[2], bool any, const Work &work, float *out, bool last);
+DEVICE void merge_section(SectionState &section, float (&max)[2], float (&sum)[2], bool any, const Work &work, float *out,
+                          const float *head_sinks, bool last);
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_prefill(float *out, const float *q, const uint4 *cache, const int *block_tables, const int *context_lens,
-                      const int *query_starts, const int *chunks) {
+                      const int *query_starts, SINKS_ARGUMENT const int *chunks) {
   DYNAMIC_SHARED(shared);
   Work work;
   if (!find_work(work, block_tables, context_lens, query_starts, chunks)) return;
@@ -110,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const bool last = start + TILE > rows.high;
       if ((start + TILE) % PARTITION == 0 || last) merge_partition(section, state);
       if ((start + TILE) % SECTION == 0 || last) {
-        merge_section(section, max, sum, any_section, work, out, last);
+        merge_section(section, max, sum, any_section, work, out, SINKS_POINTER, last);
         reset_section(section);
         any_section = true;
       }
@@ -214,6 +217,7 @@ DEVICE void attend_tile(RowState &state, const Queries &queries, const u8 *keys,
 #else
   score<0, TILE>(s, queries, keys);
 #endif
+  cap_scores(s);
   if (start < first_visible(rows.high) || start + TILE > rows.low + 1) mask(s, start, rows.position);
   softmax(s, state);
 #if PACKED
@@ -253,8 +257,9 @@ DEVICE void merge_partition(SectionState &section, RowState &state) {
 }
 
 // The end of a section: merges it into the earlier ones, which are in `out` with these maxima and sums. `any`: there are earlier ones.
-// `last`: divides by the sum, which makes `out` final.
-DEVICE void merge_section(SectionState &section, float (&max)[2], float (&sum)[2], bool any, const Work &work, float *out, bool last) {
+// `last`: divides by the sum, with the sink's weight, which makes `out` final.
+DEVICE void merge_section(SectionState &section, float (&max)[2], float (&sum)[2], bool any, const Work &work, float *out,
+                          const float *head_sinks, bool last) {
   const int column = threadIdx.x % 4 * 2;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -263,7 +268,7 @@ DEVICE void merge_section(SectionState &section, float (&max)[2], float (&sum)[2
     const MergeScales scales = merge_scales_of(max[r], section.max[r]);
     max[r] = scales.max;
     sum[r] = fmaf(section.sum[r], scales.next, sum[r] * scales.old);
-    const float inverse = last ? 1.0f / sum[r] : 1.0f;
+    const float inverse = last ? 1.0f / with_sink(sum[r], max[r], head_sinks, work.head * G + row_of_lane(r) % G) : 1.0f;
 #pragma unroll COLUMN_UNROLL
     for (int n = 0; n < COLUMNS; n++) {
       float2 *at = (float2 *)(row + n * 8 + column);

@@ -1,4 +1,5 @@
-// out[b] = softmax(q[b] k^T * SCALE) v over the keys of sequence b that its newest token sees: one row a sequence.
+// out[b] = softmax(q[b] k^T * SCALE) v over the keys of sequence b that its newest token sees, and the head's sink: one row a
+// sequence.
 //
 //   out           [T, H, D] float32          rows from `count` on are not written
 //   partial       [B, K * PARTS, AREA] uint32 for sequences of several partitions: partitions.h. If LAUNCHES is 1, zero between launches,
@@ -8,6 +9,7 @@
 //   block_tables  [B, M] int32               entries after a context are not read
 //   context_lens  [B] int32                  tokens in the cache, 1 to M * S, of valid sequences
 //   count         [1] int32                  number of valid sequences
+//   sinks         [H] float32, if SINKS      attention.h
 //   shared_prefix_lens  [B] int32, if CASCADE  leading tokens of sequence b that are in the same blocks as those of sequence b - 1: whole
 //                                            blocks that both have filled. 0 for the first; a smaller number is never wrong
 //
@@ -62,16 +64,21 @@ constant constexpr int COPIED = MAX_MEMBERS > 1 ? (CONCURRENT * TILE + THREADS -
 #include "partition_records.h"
 
 #if CASCADE
+#if SINKS
+#define SHARED_PREFIX_LENS_ARGUMENT device const int *shared_prefix_lens [[buffer(8)]],
+#else
 #define SHARED_PREFIX_LENS_ARGUMENT device const int *shared_prefix_lens [[buffer(7)]],
+#endif
 #define SET_SHARED_PREFIX_LENS(sequences) sequences.shared_prefix_lens = shared_prefix_lens
 #else
 #define SHARED_PREFIX_LENS_ARGUMENT
 #define SET_SHARED_PREFIX_LENS(sequences) sequences.shared_prefix_lens = nullptr
 #endif
 
-// Where one threadgroup's rows go, of any sequence: row `row` of a sequence's H, its part's area.
+// Where one threadgroup's rows go, of any sequence: row `row` of a sequence's H, its part's area. And the sinks, if there are any.
 struct Results {
   device float *out;
+  device const float *head_sinks;
   device atomic_uint *partial;
   int row, heads, part;
 };
@@ -84,7 +91,7 @@ INLINE void count_results(threadgroup uint *lasts, Results to, Sequences sequenc
     device float *out [[buffer(0)]], device atomic_uint *partial [[buffer(1)]], device const float *q [[buffer(2)]],
     device const cache_unit *cache [[buffer(3)]], device const int *block_tables [[buffer(4)]],
     device const int *context_lens [[buffer(5)]], device const int *count [[buffer(6)]],
-    SHARED_PREFIX_LENS_ARGUMENT uint3 group [[threadgroup_position_in_grid]], uint index [[thread_index_in_threadgroup]],
+    SINKS_ARGUMENT(7) SHARED_PREFIX_LENS_ARGUMENT uint3 group [[threadgroup_position_in_grid]], uint index [[thread_index_in_threadgroup]],
     uint lane_index [[thread_index_in_simdgroup]], uint simd_index [[simdgroup_index_in_threadgroup]]) {
   threadgroup float4 rows[EXCHANGE];
   threadgroup float2 stats[SIMDS * PADDED_ROWS];
@@ -111,7 +118,8 @@ INLINE void count_results(threadgroup uint *lasts, Results to, Sequences sequenc
   if (unit.b != b) return;
   const int head = (int)group.x / PARTS, part = (int)group.x % PARTS;
   Results to;
-  to.out = out, to.partial = partial, to.row = head * G + part * ROWS, to.heads = min(ROWS, G - part * ROWS), to.part = (int)group.x;
+  to.out = out, to.head_sinks = SINKS_POINTER, to.partial = partial, to.row = head * G + part * ROWS, to.heads = min(ROWS, G - part * ROWS),
+  to.part = (int)group.x;
 
   Merged merged;
   clear(merged);
@@ -151,7 +159,7 @@ INLINE void count_results(threadgroup uint *lasts, Results to, Sequences sequenc
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   PartitionFactors factors;
-  factors.rescales = rescales, factors.inverses = inverses;
+  factors.rescales = rescales, factors.inverses = inverses, factors.head_sinks = to.head_sinks, factors.row = to.row;
   Patience patience = patience_of(to.partial);
   for (int i = 0; i < unit.size; i++) {
     if (!lasts[i]) continue;
@@ -173,9 +181,12 @@ INLINE void write_results(Results to, thread const Merged &merged, Exchange exch
     if (item.row >= to.heads || item.member >= unit.size) continue;
     const int b = unit.b + item.member;
     const float2 total = exchange.totals[item.member * PADDED_ROWS + item.row];
-    if (in_one_partition(sequences.contexts[b]))
-      ((device float4 *)(out_of(to.out, b, to.row) + item.row * D))[item.piece] = merged.o[m] * (1.0f / total.y);
-    else store_record(records_of(to, b) + partition * RECORD, merged.o[m], total, item.row, item.piece);
+    if (in_one_partition(sequences.contexts[b])) {
+      const float inverse = 1.0f / with_sink(total.y, total.x, to.head_sinks, to.row + item.row);
+      ((device float4 *)(out_of(to.out, b, to.row) + item.row * D))[item.piece] = merged.o[m] * inverse;
+    } else {
+      store_record(records_of(to, b) + partition * RECORD, merged.o[m], total, item.row, item.piece);
+    }
   }
 }
 

@@ -1,4 +1,5 @@
-// out[t] = softmax(q[t] k^T * SCALE) v over the keys that row t sees, for sequences with several rows: prompts and chunks of prompts.
+// out[t] = softmax(q[t] k^T * SCALE) v over the keys that row t sees and the head's sink, for sequences with several rows: prompts
+// and chunks of prompts.
 //
 //   out           [T, H, D] float32          only rows of the chunk sequences are written
 //   q             [T, H, D] float32
@@ -8,6 +9,7 @@
 //   query_starts  [B + 1] int32              sequence b's rows are query_starts[b] to query_starts[b + 1] - 1; its last is at position
 //                                            context_lens[b] - 1
 //   chunks        [2] int32                  first chunk sequence, number of chunk sequences
+//   sinks         [H] float32, if SINKS      attention.h
 //
 // Constants in addition to attention.h's: SIMDS, SIMD groups of a threadgroup, 1 to 16. H / K is at most SIMDS * 8.
 // Launch: threads 32 * SIMDS; grid (ceil(T / SPAN) + chunk sequences, K) or more, with SPAN = SIMDS * 8 * K / H rounded down.
@@ -56,6 +58,7 @@ struct Work {
 struct Lane {
   int row, column;
   bool exists;  // whether there is such a row of q
+  int head;     // its query head
   ulong offset;
   int position, low, high;  // high is -1 where the SIMD group has no rows
 };
@@ -76,14 +79,14 @@ INLINE void update_softmax(thread float2 (&s)[KEYS / 8], thread Sums &sums, Tile
                            bool masked);
 INLINE void add_values(thread Sums &sums, thread const float2 (&weights)[KEYS / 8], threadgroup const tile_number *values,
                        thread const Lane &lane);
-INLINE void write_rows(device float *out, thread const Sums &sums, thread const Lane &lane);
+INLINE void write_rows(device float *out, thread const Sums &sums, thread const Lane &lane, device const float *head_sinks);
 
 [[max_total_threads_per_threadgroup(32 * SIMDS)]] kernel void attention_prefill(
     device float *out [[buffer(0)]], device const float *q [[buffer(1)]], device const uint4 *cache [[buffer(2)]],
     device const int *block_tables [[buffer(3)]], device const int *context_lens [[buffer(4)]],
-    device const int *query_starts [[buffer(5)]], device const int *chunks [[buffer(6)]], uint3 group [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]], uint lane_index [[thread_index_in_simdgroup]],
-    uint simd_index [[simdgroup_index_in_threadgroup]]) {
+    device const int *query_starts [[buffer(5)]], device const int *chunks [[buffer(6)]],
+    SINKS_ARGUMENT(7) uint3 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
+    uint lane_index [[thread_index_in_simdgroup]], uint simd_index [[simdgroup_index_in_threadgroup]]) {
   threadgroup uint4 tile[2 * SIDE];
   TileScales scales;
 #if PACKED_CACHE
@@ -114,7 +117,7 @@ INLINE void write_rows(device float *out, thread const Sums &sums, thread const 
     update_softmax(weights, sums, scales, lane, start, start < first_visible(lane.high) || start + KEYS > lane.low + 1);
     add_values(sums, weights, (threadgroup const tile_number *)(tile + SIDE), lane);
   }
-  write_rows(out, sums, lane);
+  write_rows(out, sums, lane, SINKS_POINTER);
 }
 
 // --- the work of threadgroups and lanes
@@ -141,7 +144,8 @@ INLINE Lane lane_of(thread const Work &work, uint number, int simd) {
   lane.row = (int)matrix_row(number), lane.column = (int)matrix_column(number);
   const int from = simd * 8, row = from + lane.row, rows = work.count * G;
   lane.exists = row < rows;
-  lane.offset = ((ulong)(work.row + row / G) * H + work.head * G + row % G) * D;
+  lane.head = work.head * G + row % G;
+  lane.offset = ((ulong)(work.row + row / G) * H + lane.head) * D;
   lane.position = work.position + row / G;
   lane.low = work.position + from / G;
   lane.high = from < rows ? work.position + (min(from + 8, rows) - 1) / G : -1;
@@ -199,7 +203,7 @@ INLINE void update_softmax(thread float2 (&s)[KEYS / 8], thread Sums &sums, Tile
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       hidden[n][i] = masked && is_hidden(start + n * 8 + lane.column + i, lane);
-      s[n][i] *= key_scale(scales, n * 8 + lane.column + i);
+      s[n][i] = capped(s[n][i] * key_scale(scales, n * 8 + lane.column + i));
       tile_max = max(tile_max, hidden[n][i] ? NO_SCORE : s[n][i]);
     }
   tile_max = max(tile_max, simd_shuffle_xor(tile_max, (ushort)1));
@@ -231,11 +235,11 @@ INLINE void add_values(thread Sums &sums, thread const float2 (&weights)[KEYS / 
       sums.o[step] = multiply_add(weights[n], pair_at(from + n * 8 * PITCH + step * 8, 1), sums.o[step]);
 }
 
-INLINE void write_rows(device float *out, thread const Sums &sums, thread const Lane &lane) {
+INLINE void write_rows(device float *out, thread const Sums &sums, thread const Lane &lane, device const float *head_sinks) {
   float sum = sums.sum + simd_shuffle_xor(sums.sum, (ushort)1);
   sum += simd_shuffle_xor(sum, (ushort)8);
   if (!lane.exists) return;
-  const float inverse = 1.0f / sum;
+  const float inverse = 1.0f / with_sink(sum, sums.max_score, head_sinks, lane.head);
 #pragma unroll
   for (int step = 0; step < STEPS; step++) *(device float2 *)(out + lane.offset + step * 8 + lane.column) = sums.o[step] * inverse;
 }

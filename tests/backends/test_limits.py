@@ -57,7 +57,6 @@ CHANGES = {
     "vocabulary": (1 << 18, (1 << 18) + 1),
     "experts": (128, 1024, 1025),
     "ungrouped": (False, True),
-    "sinks": (False, True),
 }
 
 
@@ -104,12 +103,7 @@ def runs(kind: str, stem: str, f: ShapeFacts) -> bool:
             and (kind == "METAL" or f.cache_format != "KV_INT4" or f.head_dim % 32 == 0)
         )
         if kind != "CPU":
-            fits = (
-                fits
-                and not f.sinks
-                and f.block_size in (8, 16, 32, 64, 128, 256)
-                and f.query_heads // f.kv_heads <= (64 if kind == "CUDA" else 32)
-            )
+            fits = fits and f.block_size in (8, 16, 32, 64, 128, 256) and f.query_heads // f.kv_heads <= (64 if kind == "CUDA" else 32)
         if kind == "CUDA":
             fits = fits and f.cache_format != "F32" and f.cache_bytes < 64 << 30
             fits = fits and prefill_shared(f.head_dim, 1, f.cache_format) <= SHARED

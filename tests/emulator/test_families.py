@@ -1,4 +1,4 @@
-"""Families whose policies the GPUs' kernels do not have, on the emulated GPUs: the recorded tokens, and why some run without kernels."""
+"""Families with policies of their own, on the emulated GPUs: the recorded tokens, which kernels run, and why some ops run without them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ GOLDEN = Path(__file__).parents[1] / "tiny" / "golden"
 TOKENS = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 REASONS = {  # parts of the reasons
+    "gemma2": {"a norm of the outputs", "a gate with GELU", "a cap of the logits"},
     "gemma3": {"a norm of the outputs", "a gate with GELU", "a scale of the embedding"},
     "ministral3": set(),
     "qwen3moe": set(),
-    "gpt-oss": {"sinks"},
+    "gpt-oss": set(),
     "glm4moe": set(),
     "deepseek2": {"values that are a part of the keys"},
 }
 EXPERTS = ("norm_route", "experts_gate_up_silu", "experts_down")
+ATTENTION = ("attention_decode", "attention_prefill")
 
 
 OPTIONS = {  # with which the layers of Gemma form groups
+    "gemma2": {"max_model_len": 64},
     "gemma3": {"max_model_len": 256, "max_num_batched_tokens": 16},
     "ministral3": {"max_model_len": 64},
     "qwen3moe": {"max_model_len": 64},
@@ -44,7 +47,7 @@ def test_experts_run_by_kernels(monkeypatch: pytest.MonkeyPatch, name: str, devi
     """Prompt and decodes; gpt-oss has biases and a clamped gate, GLM-4.5 sigmoids with a bias, groups and a shared expert,
     DeepSeek-V2 products with a matrix of each head.
 
-    Attention runs by the reference, for which tinygrad would use matrix instructions that the emulator does not have.
+    Attention of all but gpt-oss runs by the reference, for which tinygrad would use matrix instructions that the emulator does not have.
     """
     monkeypatch.setattr(USE_TC, "value", 0)
     with np.load(GOLDEN / name / "golden.npz") as data:
@@ -56,12 +59,13 @@ def test_experts_run_by_kernels(monkeypatch: pytest.MonkeyPatch, name: str, devi
             assert llm.generate([{"prompt_token_ids": prompt}], GREEDY)[0].outputs[0].token_ids == expected
         ran = {choice.stem: choice.variant for choice in registry.choices(device) if "load" not in choice.shape}
         reasons = {choice.why for choice in registry.choices(device) if choice.variant == "ref"}
-    assert [ran[stem] for stem in EXPERTS] == ["sm_80" if device == "CUDA" else "apple7"] * 3
+    kernels = (*EXPERTS, *ATTENTION) if name == "gpt-oss" else EXPERTS
+    assert {ran[stem] for stem in kernels} == {"sm_80" if device == "CUDA" else "apple7"}
     assert all(any(part in reason for reason in reasons) for part in REASONS[name])
 
 
 @pytest.mark.parametrize("device", ["CUDA", "METAL"])
-@pytest.mark.parametrize("name", [pytest.param("gemma3", marks=pytest.mark.long), "ministral3"])
+@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("gemma2", "gemma3")), "ministral3"])
 def test_recorded_tokens(name: str, device: str) -> None:
     with np.load(GOLDEN / name / "golden.npz") as data:
         prompt, expected = data["prompt_0"].tolist(), data["tokens_0"][:TOKENS].tolist()
@@ -71,5 +75,7 @@ def test_recorded_tokens(name: str, device: str) -> None:
             assert llm.engine.runner.groups.blocks.count == (3 if name == "gemma3" else 1)
             assert llm.generate([{"prompt_token_ids": prompt}], GREEDY)[0].outputs[0].token_ids == expected
         reasons = {choice.why for choice in registry.choices(device) if choice.variant == "ref"}
+        attention = {choice.variant for choice in registry.choices(device) if choice.stem in ATTENTION}
         products = {choice.variant for choice in registry.choices(device) if choice.stem == "matmul" and "normed" not in choice.shape}
     assert all(any(part in reason for reason in reasons) for part in REASONS[name]) and len(products) == 1 and "ref" not in products
+    assert attention == {"sm_80" if device == "CUDA" else "apple7"}

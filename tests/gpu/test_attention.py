@@ -44,9 +44,11 @@ class Cached:
         self.pool = Tensor(pool).cast(dtypes.bfloat16).contiguous().realize()
         self.values = self.pool.float().numpy()
         self.H, self.D = H, D
+        self.cap, self.sinks = 0.0, None
 
     def attend(self, q: np.ndarray, batch: Batch, window: int = 0) -> np.ndarray:
-        out = PagedAttention(batch, S)(realized(q), LayerCache(self.pool, alias(self.pool)), self.D**-0.5, window)
+        sinks = None if self.sinks is None else realized(self.sinks)
+        out = PagedAttention(batch, S)(realized(q), LayerCache(self.pool, alias(self.pool)), self.D**-0.5, window, self.cap, sinks)
         return out.numpy()[: len(q)].reshape(q.shape)
 
     def decode(
@@ -120,9 +122,11 @@ def test_blocks_that_are_shared_give_the_bits_of_each_alone(shape, sizes, monkey
         same_bits(cached.decode(q[b : b + 1], [b], lengths[b : b + 1], window), got[b : b + 1], f"sequence {b} alone")
 
 
-@pytest.mark.parametrize("window", [0, 100])
-def test_a_chunk_is_its_decodes(cached, sizes, window):
-    """The last rows of a prompt, those of a chunk in the middle, and the same tokens decoded one by one."""
+@pytest.mark.parametrize("window, policies", [(0, False), (100, False), (0, True)])
+def test_a_chunk_is_its_decodes(cached, sizes, window, policies):
+    """The last rows of a prompt, those of a chunk in the middle, and the same tokens decoded one by one; also with sinks and a cap."""
+    if policies:
+        cached.cap, cached.sinks = 2.0, np.linspace(-3, 6, cached.H).astype(np.float32)
     sequence = len(sizes.contexts) - 1
     context = sizes.contexts[sequence]
     rows = min(context, 300)
@@ -130,7 +134,8 @@ def test_a_chunk_is_its_decodes(cached, sizes, window):
     q = numbers(rows, cached.H, cached.D)
     got = cached.chunk(q, sequence, start, window)
     some = [0, 1, rows // 2, rows - 1]
-    want = reference(q[some], [start + t for t in some], [0] * 4, cached.tables[[sequence]], cached.values, window)
+    positions, tables = [start + t for t in some], cached.tables[[sequence]]
+    want = reference(q[some], positions, [0] * 4, tables, cached.values, window, cached.cap, cached.sinks)
     np.testing.assert_allclose(got[some], want, atol=TOLERANCE)
     assert np.abs(got[some] - want).mean() < TOLERANCE / 8
     for t in some:

@@ -32,6 +32,26 @@ class Shape:
     S: int = 16
     dtype: str = "F32"
     window: int = 0
+    cap: float = 0.0
+    sinks: tuple[float, ...] = ()  # of the H heads, if there are any
+
+    @property
+    def policies(self) -> dict[str, int | str]:
+        return ({"CAP": f"{self.cap}f"} if self.cap else {}) | ({"SINKS": 1} if self.sinks else {})
+
+    @property
+    def sink_arrays(self) -> list[np.ndarray]:
+        """The kernels' argument for sinks, float32 [H], if there is one."""
+        if not self.sinks:
+            return []
+        array = aligned((self.H,), np.float32)
+        array[...] = self.sinks
+        return [array]
+
+
+def with_sinks(shape: Shape) -> Shape:
+    """Sinks among the scores of most rows, far above them and far below, -infinity, and beyond what float32 has exponentials of."""
+    return replace(shape, sinks=tuple((0.5, 3.0, -60.0, 2.0, 40.0, -np.inf, 1e4, -1e4)[h % 8] for h in range(shape.H)))
 
 
 @dataclass
@@ -62,8 +82,9 @@ class Case:
     def kernel(self, stem: str, target: str, cascade: bool = False) -> Kernel:
         s, (B, M) = self.shape, self.tables.shape
         sizes = {"H": s.H, "K": s.K, "D": s.D, "S": s.S, "B": B, "M": M, "WINDOW": s.window, "CASCADE": int(cascade)}
-        defines = (*sizes.items(), ("CACHE_TYPE", s.dtype), ("SCALE", f"{s.D**-0.5}f"))
-        return Kernel(stem, "cpu", target, defines, outs=2, ins={"attention_decode": 5 + cascade, "attention_prefill": 6}[stem])
+        defines = (*sizes.items(), ("CACHE_TYPE", s.dtype), ("SCALE", f"{s.D**-0.5}f"), *s.policies.items())
+        ins = {"attention_decode": 5 + cascade, "attention_prefill": 6}[stem] + bool(s.sinks)
+        return Kernel(stem, "cpu", target, defines, outs=2, ins=ins)
 
 
 def _ints(numbers: object) -> np.ndarray:
@@ -169,8 +190,12 @@ def oracle(case: Case) -> np.ndarray:
             seen = slice(max(0, position + 1 - s.window) if s.window else 0, position + 1)
             k, v = (np.repeat(x[b][seen], s.H // s.K, axis=1) for x in (case.keys, case.values))
             scores = np.einsum("hd,thd->ht", case.q[row].astype(np.float64), k) * s.D**-0.5
-            weights = np.exp(scores - scores.max(1, keepdims=True))
-            total = weights.sum(1, keepdims=True)
+            if s.cap:
+                scores = s.cap * np.tanh(scores / s.cap)
+            sinks = np.array(s.sinks or [-np.inf] * s.H)[:, None]
+            top = np.maximum(scores.max(1, keepdims=True), sinks)
+            weights = np.exp(scores - top)
+            total = weights.sum(1, keepdims=True) + np.exp(sinks - top)
             if case.whole_weights:
                 weights = rounded_weights(weights, np.repeat(case.value_scales[b][seen].T, s.H // s.K, axis=0), seen.start)
             out[row] = np.einsum("ht,thd->hd", weights / total, v)
@@ -187,7 +212,7 @@ def decode(
     last[...] = case.q[case.starts[1:] - 1]
     partial = aligned((B * s.H * -(-M * s.S // 256) * (s.D + 2),), np.float32)
     out = aligned(last.shape, np.float32)
-    ins = [last, case.cache, case.tables, _ints(case.context), _ints([B if count is None else count])]
+    ins = [last, case.cache, case.tables, _ints(case.context), _ints([B if count is None else count]), *s.sink_arrays]
     ins += [] if shared_prefix_lens is None else [_ints(shared_prefix_lens)]
     call(case.kernel("attention_decode", target, shared_prefix_lens is not None), out, partial, *ins, threads=threads)
     return out
@@ -200,7 +225,7 @@ def prefill(case: Case, target: str = TARGETS[0], threads: int = 2, first: int =
     scratch = aligned((64 * (128 * s.D + rows * (3 * s.D + 32)),), np.float32)
     out = aligned(case.q.shape, np.float32)
     counts = _ints([first, len(case.new) - first if count is None else count])
-    ins = (case.q, case.cache, case.tables, _ints(case.context), case.starts, counts)
+    ins = (case.q, case.cache, case.tables, _ints(case.context), case.starts, counts, *s.sink_arrays)
     call(case.kernel("attention_prefill", target), out, scratch, *ins, threads=threads)
     return out
 
@@ -233,6 +258,7 @@ RAGGED = [
     Shape(H=8, K=2, D=64, S=16, dtype="KV_FP8"),
     Shape(H=3, K=3, D=48, S=8, dtype="KV_FP8", window=70),
     Shape(H=4, K=1, D=128, S=256, dtype="KV_FP8"),
+    with_sinks(Shape(H=8, K=2, D=64, S=16, dtype="BF16", window=300, cap=2.0)),
 ]
 NEW = [1, 70, 3, 1, 20, 1, 33]
 CONTEXT = [1, 70, 17, 300, 530, 64, 289]

@@ -25,8 +25,7 @@ class ShapeFacts:
     output_norm, output_scale  the outputs are normed, or scaled, before the residual is added
     whole_qk_norm    the q/k norms are over all heads at once
     other_values     values are normed, are the keys, or are those of another layer
-    cap              scores, or logits, are capped
-    sinks            heads have sinks: one more score each, without a value
+    cap              logits are capped
     experts          of a mixture
     ungrouped        the reference has chosen the experts of rows, so that nothing lists the rows of an expert
     scaled           rows of the embedding are scaled, or logits are
@@ -52,7 +51,6 @@ class ShapeFacts:
     whole_qk_norm: bool = False
     other_values: bool = False
     cap: bool = False
-    sinks: bool = False
     scaled: bool = False
     experts: int = 0
     ungrouped: bool = False
@@ -175,9 +173,7 @@ plain_outputs = (without("output_norm", "a norm of the outputs"), without("outpu
 plain_logits = (without("scaled", "a divisor of the logits"), without("cap", "a cap of the logits"))
 silu_gate = without("gelu", "a gate with GELU")
 stored_values = without("latent", "values that are a part of the keys")
-no_cap = without("cap", "a cap of the scores")
 one_bias = without("row_bias", "a bias of each row, which adapters make")
-no_sinks = without("sinks", "sinks")
 grouped_rows = without("ungrouped", "experts that norm_route has not chosen")
 norm_by_head = without("whole_qk_norm", "norms of q and k over all heads at once")
 own_values = without("other_values", "values that are normed, that are the keys, or that another layer has")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tinygrad import Tensor
 
+from tinyvllm.backends import policies
 from tinyvllm.backends.buffers import cache_format, constant
 from tinyvllm.backends.kernel import Constant
 from tinyvllm.backends.operands import QKV
-from tinyvllm.backends.policies import score_cap
 from tinyvllm.batch import PACKED_KV, Batch, KVLayout, LayerCache
 from tinyvllm.lazy_dataclass import dataclass
 
@@ -121,16 +121,19 @@ class Attention:
     scale: str
     window: int
     cap: float = 0.0
+    sinks: bool = False
 
     @classmethod
-    def of(cls, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0) -> Attention:
+    def of(
+        cls, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float, sinks: Tensor | None
+    ) -> Attention:  # fmt: skip
         """The attention of q [T, H, D] over a cache."""
-        K, S, D = cache.K, cache.S, cache.D
-        return cls(int(q.shape[1]), K, D, S, int(batch.block_tables.shape[1]), cache_format(cache), constant(scale), window, cap)
+        (H, K, S, D), M = (int(q.shape[1]), cache.K, cache.S, cache.D), int(batch.block_tables.shape[1])
+        return cls(H, K, D, S, M, cache_format(cache), constant(scale), window, cap, sinks is not None)
 
     @property
     def defines(self) -> dict[str, Constant]:
         sizes: dict[str, Constant] = dict(
             H=self.H, K=self.K, D=self.D, S=self.S, M=self.M, CACHE_TYPE=self.cache, SCALE=self.scale, WINDOW=self.window
         )
-        return sizes | score_cap(self.cap)
+        return sizes | policies.score_cap(self.cap) | policies.sinks(self.sinks)

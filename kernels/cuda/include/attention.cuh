@@ -8,11 +8,13 @@
 //     one accumulator over ascending keys.
 //   - When a tile raises the maximum of a partition, what the partition has so far is rescaled. Its sum is that of lanes (0 + 1) + (2 + 3).
 //   - The partitions of a section are merged in ascending order, then the sections, by `merge_scales_of` and o = fmaf(o', next, o * old).
+//   - A sink, one more score of a head that has no value, is added to the sum of the weights last, after the sections are merged.
 //
 // A key hidden from a row has weight exactly 0; hidden tiles, partitions and sections leave the row's state unchanged. Scores of hidden
 // keys may be NaN, but their values must be finite: the code that loads a tile writes zeros for keys that none of its rows sees.
 //
-// Constants: H, K, D, S, M, CACHE_TYPE (F16, BF16, or packed as in packed_cache.cuh), SCALE (above 0), WINDOW (0: none), SECTION (default 4096; a multiple of 256).
+// Constants: H, K, D, S, M, CACHE_TYPE (F16, BF16, or packed as in packed_cache.cuh), SCALE (above 0), WINDOW (0: none), SECTION (default 4096; a multiple of 256),
+// CAP (of scores * SCALE, none if not defined), SINKS (none if not defined; they are not scaled).
 // H % K == 0, D % 16 == 0, D from 32 to 256, S a power of two from 8 to 256. One layer's cache is smaller than 64 GiB.
 //
 // Keys and values are stored in shared memory as rows of D numbers plus 16 bytes of padding, so that the eight rows that ldmatrix reads at
@@ -27,6 +29,16 @@
 
 #ifndef SECTION
 #define SECTION 4096
+#endif
+#ifndef SINKS
+#define SINKS 0
+#endif
+#if SINKS
+#define SINKS_ARGUMENT const float *sinks,
+#define SINKS_POINTER sinks
+#else
+#define SINKS_ARGUMENT
+#define SINKS_POINTER nullptr
 #endif
 #define MINUS_INFINITY float_from_bits(0xFF800000u)  // the maximum before the first key
 
@@ -205,6 +217,18 @@ template <int FIRST, int KEYS, typename Operand> DEVICE void score(float (&s)[TI
 
 #endif
 
+// Scores become what `softmax` needs for CAP tanh(score * SCALE / CAP): with c = CAP / SCALE, c tanh(s / c) = c - 2 c / (e^(2 s / c) + 1).
+// Hidden keys must be hidden afterwards.
+DEVICE void cap_scores(float (&s)[TILE / 8][4]) {
+#ifdef CAP
+  constexpr float c = (float)(CAP / SCALE), twice = (float)(2 * 1.4426950408889634 * SCALE / CAP);
+#pragma unroll
+  for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[n][i] = c - __fdividef(2.0f * c, fast_exp2(s[n][i] * twice) + 1.0f);
+#endif
+}
+
 // Hides the keys of the tile at `start` that rows at these positions do not see.
 DEVICE void mask(float (&s)[TILE / 8][4], int start, const int (&position)[2]) {
   const int first_key = start + threadIdx.x % 4 * LANE_KEYS;
@@ -323,6 +347,12 @@ struct MergeScales {
 DEVICE MergeScales merge_scales_of(float old_max, float next_max) {
   const float max = fmaxf(old_max, next_max), base = subtrahend(max);
   return {max, fast_exp2(old_max - base), fast_exp2(next_max - base)};
+}
+
+// The sum of a row's weights, relative to its largest score `max`, with that of its head's sink. A sink far above all scores makes it
+// infinite: then nothing is left of the values.
+DEVICE float with_sink(float sum, float max, const float *head_sinks, int head) {
+  return SINKS ? sum + fast_exp2(fmaf(head_sinks[head], 1.4426950408889634f, -subtrahend(max))) : sum;
 }
 
 // --- addresses and the division of work

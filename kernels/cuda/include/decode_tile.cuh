@@ -8,6 +8,9 @@ template <typename Number> DEVICE Number *row_pointer(Number *rows, int b, int h
   return r < ROWS && row < G ? rows + ((s64)b * H + head / PARTS * G + row) * D : nullptr;
 }
 
+// The query head of row r of a head.
+DEVICE int query_head(int head, int r) { return head / PARTS * G + head % PARTS * ROWS + r; }
+
 // The lane's rows g and g + 8 of pass `pass` in q, for a unit of `sequences` sequences; null where there is no such row.
 struct RowPair {
   const float *row, *row_plus_8;
@@ -52,6 +55,7 @@ DEVICE void attend_tile(RowState &state, const Operand &queries, Stream &stream,
   score<32, 32>(s, queries, wait_for_stage(ring, stream.slot) + key_lane_offset());
   request_stage(stream, (RING + 1) % 4, ring, cache, batch, run);
   const bool partial = at.start < first_visible(at.context - 1) || at.start + TILE > at.context;
+  cap_scores(s);
   if (!WHOLE && partial) mask(s, at.start, {at.context - 1, at.context - 1});
   softmax(s, state);
   add_values<0, 32>(state, s, wait_for_stage(ring, stream.slot) + value_lane_offset());
@@ -65,6 +69,7 @@ DEVICE void attend_tile_first(RowState &state, const Queries &queries, const Str
   float s[TILE / 8][4];
   score<0, 32>(s, queries, wait_for_stage_of_tile<0>(ring, stream.slot) + key_lane_offset());
   score<32, 32>(s, queries, wait_for_stage_of_tile<1>(ring, stream.slot) + key_lane_offset());
+  cap_scores(s);
   softmax(s, state);
   add_values<0, 32>(state, s, wait_for_stage_of_tile<2>(ring, stream.slot) + value_lane_offset());
   add_values<32, 32>(state, s, wait_for_stage_of_tile<3>(ring, stream.slot) + value_lane_offset());

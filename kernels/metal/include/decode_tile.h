@@ -169,7 +169,7 @@ INLINE void update_softmax(thread float (&scores)[SCORES], thread Sums &sums, th
     const int own = key_in_tile(step_of(lane, j), lane.side), key = start + own;
     const float2 factors = scales_of(scales, own);
     visible[j] = key >= first && key < end;
-    scores[j] *= factors.x, value_scales[j] = factors.y;
+    scores[j] = capped(scores[j] * factors.x), value_scales[j] = factors.y;
     tile_max = max(tile_max, visible[j] ? scores[j] : NO_SCORE);
   }
   const float max_score = max(sums.max_score, row_max(tile_max)), rescale = rescale_of(sums.max_score, max_score);

@@ -77,10 +77,12 @@ INLINE bool is_last(device atomic_uint *counter, int expected) {
   return before == expected - 1;
 }
 
-// The factors of partitions in each row, and one over the row's sum.
+// The factors of partitions in each row, and one over the row's sum, which the head's sink joins, if there are any.
 struct PartitionFactors {
-  threadgroup float *rescales;  // [ROWS][PARTITIONS]
-  threadgroup float *inverses;  // [ROWS]
+  threadgroup float *rescales;     // [ROWS][PARTITIONS]
+  threadgroup float *inverses;     // [ROWS]
+  device const float *head_sinks;  // [H]
+  int row;                         // the first row's query head
 };
 INLINE float max_of_lanes(float x) {
 #pragma unroll
@@ -105,7 +107,8 @@ INLINE void merge_record_stats(PartitionFactors factors, thread Patience &patien
       max_score = await_word(patience, stats, max_bits), sum = await_word(patience, stats + 1, sum_bits);
     }
     const float total_max = max_of_lanes(max_score), rescale = exists ? rescale_of(max_score, total_max) : 0.0f;
-    const float inverse = 1.0f / sum_of_lanes(exists ? sum * rescale : 0.0f);
+    const float total = sum_of_lanes(exists ? sum * rescale : 0.0f);
+    const float inverse = 1.0f / with_sink(total, total_max, factors.head_sinks, factors.row + r);
     if (exists) factors.rescales[r * PARTITIONS + lane] = rescale;
     if (lane == 0) factors.inverses[r] = inverse;
   }

@@ -35,13 +35,14 @@ class Sizes:
     def heads(self, cache: str) -> Heads:
         return Heads(self.H, self.K, self.D, 16, self.D, cache, False, self.qk_norm, EPS)
 
-    def attention(self, cache: str, window: int = 0) -> Attention:
-        return Attention(self.H, self.K, self.D, 16, 512, cache, f"{self.D**-0.5}f", window)
+    def attention(self, cache: str, window: int = 0, cap: float = 0.0, sinks: bool = False) -> Attention:
+        return Attention(self.H, self.K, self.D, 16, 512, cache, f"{self.D**-0.5}f", window, cap, sinks)
 
 
 SMALL, LARGE = Sizes(2048, 8192, 32, 8, 64, 128256), Sizes(4096, 14336, 32, 8, 128, 128256)
 QWEN = Sizes(1024, 3072, 16, 8, 128, 151936, True)
 WIDE = Sizes(2560, 10240, 8, 4, 256, 262144, True)  # Gemma 3 4B: the widest heads
+SINKS, CAPPED = Sizes(2880, 2880, 64, 8, 64, 201088), Sizes(2304, 9216, 8, 4, 256, 256000)  # gpt-oss; Gemma 2 2B
 
 
 def samples(gpu: GPU, arch: str) -> dict[str, Kernel]:
@@ -128,6 +129,12 @@ def _attention(gpu: GPU) -> dict[str, Kernel]:
         found[f"attention_decode {name}"] = records.attention_decode(VARIANT, 32, told, gpu)[0]
         if sizes is not WIDE:
             found[f"attention_decode {name}, shared"] = records.attention_decode(VARIANT, 64, told, gpu, cascade=True)[0]
+    for name, told in (("sinks", SINKS.attention("BF16", 128, sinks=True)), ("capped", CAPPED.attention("BF16", 4096, cap=50.0))):
+        found[f"attention_prefill {name}"] = records.attention_prefill(VARIANT, 512, 2, told, gpu)
+        found[f"attention_decode {name}"] = records.attention_decode(VARIANT, 32, told, gpu)[0]
+        found[f"attention_decode {name}, shared"] = records.attention_decode(VARIANT, 64, told, gpu, cascade=True)[0]
+    both = LARGE.attention("BF16", cap=50.0, sinks=True)
+    found["attention_decode of all policies, shared"] = records.attention_decode(VARIANT, 64, both, gpu, cascade=True)[0]
     packed = records.attention_decode(VARIANT, 64, SMALL.attention("KV_INT4"), gpu, cascade=True)[0]
     found |= {"attention_decode KV_INT4, shared": packed, "kv_append KV_FP8": records.kv_append(VARIANT, 64, 8, 16, 128, "KV_FP8")}
     found["attention_prefill KV_INT8"] = records.attention_prefill(VARIANT, 512, 2, LARGE.attention("KV_INT8"), gpu)

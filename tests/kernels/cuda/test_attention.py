@@ -13,7 +13,7 @@ import pytest
 
 from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned
-from tests.kernels.test_attention import CONTEXT, NEW, Case, Shape, _ints, make, oracle, same
+from tests.kernels.test_attention import CONTEXT, NEW, Case, Shape, _ints, make, oracle, same, with_sinks
 from tinyvllm.backends.cuda import plan as records
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.shapes import Attention
@@ -35,7 +35,7 @@ def rounded(case: Case) -> Case:
 
 def told(case: Case) -> Attention:
     s = case.shape
-    return Attention(s.H, s.K, s.D, s.S, case.tables.shape[1], s.dtype, f"{s.D**-0.5}f", s.window)
+    return Attention(s.H, s.K, s.D, s.S, case.tables.shape[1], s.dtype, f"{s.D**-0.5}f", s.window, s.cap, bool(s.sinks))
 
 
 def with_section(kernel: Kernel, section: int) -> Kernel:
@@ -60,7 +60,7 @@ def decode(
     last = aligned((B, s.H, s.D), np.float32)
     last[...] = case.q[case.starts[1:] - 1]
     out, partial, counters = aligned(last.shape, np.float32), aligned((floats,), np.float32), aligned((counts,), np.uint32, 0)
-    ins = [last, case.cache, case.tables, _ints(case.context), _ints([B if count is None else count])]
+    ins = [last, case.cache, case.tables, _ints(case.context), _ints([B if count is None else count]), *s.sink_arrays]
     ins += [_ints(shared_prefix_lens)] if shared_prefix_lens is not None and len(ins) < kernel.ins else []
     for again in range(2 if seed == 0 else 1):  # a captured launch starts with what the previous one left
         emulate(kernel, out, partial, counters, *ins, seed=seed + again, read=read)
@@ -75,7 +75,7 @@ def prefill(case: Case, first: int = 0, count: int | None = None, section: int =
     if stages == 1:
         kernel = dataclasses.replace(kernel, defines=tuple((name, 1 if name == "STAGES" else value) for name, value in kernel.defines))
     out = aligned(case.q.shape, np.float32)
-    ins = (case.q, case.cache, case.tables, _ints(case.context), case.starts, _ints([first, chunks]))
+    ins = (case.q, case.cache, case.tables, _ints(case.context), case.starts, *case.shape.sink_arrays, _ints([first, chunks]))
     emulate(kernel, out, *ins, seed=seed)
     return out
 
@@ -104,6 +104,9 @@ RAGGED = [
     Shape(H=3, K=1, D=64, S=16, dtype="KV_FP8"),
     Shape(H=2, K=2, D=32, S=32, dtype="KV_FP8", window=300),
     Shape(H=2, K=1, D=256, S=16, dtype="KV_FP8"),
+    with_sinks(Shape(H=20, K=1, D=32, S=16, dtype="BF16", cap=2.0)),  # in two parts
+    with_sinks(Shape(H=8, K=2, D=64, S=16, dtype="F16", window=300)),
+    with_sinks(Shape(H=8, K=4, D=256, S=16, dtype="KV_INT8", window=70, cap=2.0)),
 ]
 
 
@@ -135,7 +138,9 @@ def test_decode_at_the_borders_of_tiles_and_partitions(dtype: str, window: int) 
         assert same(decode(alone, seed=b), want[b : b + 1]), contexts[b]
 
 
-@pytest.mark.parametrize("shape", [Shape(H=3, K=1, D=32, dtype="BF16"), Shape(H=2, K=2, D=32, S=8, dtype="F16", window=1000)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [with_sinks(Shape(H=3, K=1, D=32, dtype="BF16")), Shape(H=2, K=2, D=32, S=8, dtype="F16", window=1000)], ids=str
+)
 def test_sections(shape: Shape) -> None:
     case = make(shape, [3, 1, 1], [1700, 1280, 513], M=216)
     want, last = oracle(rounded(case)), case.starts[1:] - 1

@@ -35,14 +35,15 @@ class Sizes:
     def heads(self, cache: str, bias: bool = False) -> Heads:
         return Heads(self.H, self.K, self.D, 16, self.D, cache, bias, self.qk_norm, EPS)
 
-    def attention(self, cache: str, window: int = 0, blocks: int = 512) -> Attention:
-        return Attention(self.H, self.K, self.D, 16, blocks, cache, f"{self.D**-0.5}f", window)
+    def attention(self, cache: str, window: int = 0, blocks: int = 512, cap: float = 0.0, sinks: bool = False) -> Attention:
+        return Attention(self.H, self.K, self.D, 16, blocks, cache, f"{self.D**-0.5}f", window, cap, sinks)
 
 
 SMALL, LARGE = Sizes(2048, 8192, 32, 8, 64, 128256), Sizes(4096, 14336, 32, 8, 128, 128256)
 QWEN = Sizes(1024, 3072, 16, 8, 128, 151936, True)
 EIGHT = Sizes(2048, 5632, 32, 4, 64, 32000)  # TinyLlama 1.1B: eight query heads a KV head
 WIDE = Sizes(2560, 10240, 8, 4, 256, 262144, True)  # Gemma 3 4B: the widest heads
+OSS = Sizes(2880, 2880, 64, 8, 64, 201088)  # gpt-oss
 
 
 def samples() -> dict[str, Kernel]:
@@ -138,6 +139,11 @@ def _attention() -> dict[str, Kernel]:
         found[f"attention_prefill {name}"] = records.attention_prefill(VARIANT, 512, 2, a)
         found[f"attention_decode {name}"] = records.attention_decode(VARIANT, 16, a)[0][0]
         found[f"attention_decode {name} shared"] = records.attention_decode(VARIANT, 16, a, cascade=True)[0][0]
+    a = OSS.attention("F16", window=128, cap=50.0, sinks=True)
+    found["attention_prefill sinks and cap"] = records.attention_prefill(VARIANT, 512, 2, a)
+    found["attention_decode sinks and cap"] = records.attention_decode(VARIANT, 16, a)[0][0]
+    two = records.attention_decode(records.MERGE, 16, a, cascade=True)[0]
+    found["attention_decode sinks and cap of two"], found["attention_merge sinks and cap"] = two
     found["attention_decode int4 of eight heads"] = records.attention_decode(VARIANT, 16, EIGHT.attention("KV_INT4"), cascade=True)[0][0]
     found["attention_decode short"] = records.attention_decode(VARIANT, 16, SMALL.attention("BF16", blocks=32))[0][0]
     return found

@@ -13,7 +13,7 @@ import pytest
 
 from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned
-from tests.kernels.test_attention import Case, Shape, _ints, make, oracle, same
+from tests.kernels.test_attention import Case, Shape, _ints, make, oracle, same, with_sinks
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import plan as records
 from tinyvllm.backends.shapes import Attention
@@ -27,7 +27,7 @@ VARIANT = "apple7"
 
 def attention_shape(case: Case) -> Attention:
     s = case.shape
-    return Attention(s.H, s.K, s.D, s.S, case.tables.shape[1], s.dtype, f"{s.D**-0.5}f", s.window)
+    return Attention(s.H, s.K, s.D, s.S, case.tables.shape[1], s.dtype, f"{s.D**-0.5}f", s.window, s.cap, bool(s.sinks))
 
 
 def decode(
@@ -38,17 +38,18 @@ def decode(
     kernels, words = records.attention_decode(variant, B, attention_shape(case), partition=partition, simds=simds)
     last = aligned((B, s.H, s.D), np.float32)
     last[...] = case.q[case.starts[1:] - 1]
-    counted = _ints([B if count is None else count])
-    return launch_decode(kernels, words, last, case, counted, seed=seed, **options)
+    return launch_decode(kernels, words, last, case, B if count is None else count, seed=seed, **options)
 
 
-def launch_decode(kernels: list[Kernel], words: int, q: np.ndarray, case: Case, *ins: np.ndarray, seed: int, **options: Any) -> np.ndarray:
+def launch_decode(
+    kernels: list[Kernel], words: int, q: np.ndarray, case: Case, count: int, *ins: np.ndarray, seed: int, **options: Any
+) -> np.ndarray:  # fmt: skip
     """One launch with zeros as scratch, or two with anything."""
     out, partial = aligned(q.shape, np.float32), aligned((words,), np.uint32, 0 if len(kernels) == 1 else 0xFFFFFFFF)
-    context = _ints(case.context)
-    emulate(kernels[0], out, partial, q, case.cache, case.tables, context, *ins, seed=seed, **options)
+    ends = _ints(case.context), _ints([count]), *case.shape.sink_arrays
+    emulate(kernels[0], out, partial, q, case.cache, case.tables, *ends, *ins, seed=seed, **options)
     for merge in kernels[1:]:
-        emulate(merge, out, partial, context, ins[0], seed=seed)
+        emulate(merge, out, partial, *ends, seed=seed)
     assert len(kernels) > 1 or not partial.any(), "the next launch needs zeros"
     return out
 
@@ -57,7 +58,8 @@ def prefill(case: Case, first: int = 0, count: int | None = None, simds: int = 4
     chunks = len(case.new) - first if count is None else count
     kernel = records.attention_prefill(VARIANT, sum(case.new), len(case.new), attention_shape(case), simds=simds)
     out = aligned(case.q.shape, np.float32)
-    emulate(kernel, out, case.q, case.cache, case.tables, _ints(case.context), case.starts, _ints([first, chunks]), seed=seed)
+    ins = case.q, case.cache, case.tables, _ints(case.context), case.starts, _ints([first, chunks]), *case.shape.sink_arrays
+    emulate(kernel, out, *ins, seed=seed)
     return out
 
 
@@ -103,6 +105,9 @@ SHAPES = [  # each head dimension divides lanes differently, each group size div
     Shape(H=7, K=1, D=96, S=8, dtype="KV_INT4"),  # two lanes read the same words
     Shape(H=2, K=2, D=48, S=256, dtype="KV_INT4", window=5),
     Shape(H=3, K=1, D=80, S=16, dtype="KV_FP8"),
+    with_sinks(Shape(H=10, K=1, D=128, S=16, dtype="KV_INT8", cap=2.0)),  # in two parts
+    with_sinks(Shape(H=8, K=2, D=64, S=16, dtype="F16", window=70)),
+    with_sinks(Shape(H=4, K=2, D=32, S=16, dtype="BF16", cap=2.0)),
 ]
 
 
@@ -159,7 +164,7 @@ def test_partitions_are_merged_in_one_order() -> None:
         np.testing.assert_allclose(out, oracle(case), **TOLERANCE)
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[6], SHAPES[9], SHAPES[11], SHAPES[15]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[6], SHAPES[9], SHAPES[11], SHAPES[15], SHAPES[-1]], ids=str)
 def test_a_second_launch_merges_to_the_same_bits(shape: Shape) -> None:
     """The variant for a Mac on which the waiting of a single launch is not trusted."""
     case = ragged(shape)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.metal.test_attention import TOLERANCE, VARIANT, attention_shape, decode, launch_decode
-from tests.kernels.test_attention import Case, Shape, _ints, grouped, make, oracle, same
+from tests.kernels.test_attention import Case, Shape, _ints, grouped, make, oracle, same, with_sinks
 from tinyvllm.backends.metal import plan as records
 
 PARTITION = 128
@@ -39,8 +39,8 @@ def decode_shared(
     kernels, words = records.attention_decode(
         variant, B, attention_shape(case), partition=PARTITION, simds=simds, cascade=True, spread=spread
     )
-    ins = _ints([B if count is None else count]), _ints(shared_prefix_lens)
-    return launch_decode(kernels, words, case.q, case, *ins, seed=seed, read=read)
+    counted = B if count is None else count
+    return launch_decode(kernels, words, case.q, case, counted, _ints(shared_prefix_lens), seed=seed, read=read)
 
 
 # Each has its own division of a tile, its own number of sequences in a unit, and of stripes that are computed at the same time.
@@ -50,7 +50,7 @@ SHAPES = [
     (Shape(H=7, K=1, D=64, dtype="BF16"), 5),
     (Shape(H=2, K=2, D=128, S=8, dtype="F16"), 16),
     (Shape(H=2, K=1, D=128, dtype="BF16"), 4),
-    (Shape(H=10, K=1, D=128, dtype="F16"), 8),
+    (with_sinks(Shape(H=10, K=1, D=128, dtype="F16", cap=2.0)), 8),
     (Shape(H=4, K=1, D=128), 8),
     (Shape(H=3, K=1, D=80, dtype="F16"), 8),
     (Shape(H=2, K=1, D=48), 8),

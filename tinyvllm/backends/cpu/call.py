@@ -137,8 +137,7 @@ class CpuBackend(ExpertKernels, StateKernels):
         max_partitions = ceil_div(int(batch.block_tables.shape[1]) * cache.S, PARTITION)
         partial = empty(q, batch.num_decodes * H * max_partitions * (V + 2))
         ins = [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes, *present(sinks, batch.shared_prefix_lens)]
-        constants = _attention(q, cache, scale, window, batch, cap) | policies.sinks(sinks is not None)
-        constants |= dict(CASCADE=int(batch.shared_prefix_lens is not None))
+        constants = _attention(q, cache, scale, window, batch, cap, sinks) | dict(CASCADE=int(batch.shared_prefix_lens is not None))
         kernel = Kernel.cpu("attention_decode", variant, 2, len(ins), **constants)  # type: ignore[arg-type]
         return launch(kernel, [empty(q, T, H * V), partial], ins)[0]
 
@@ -147,7 +146,7 @@ class CpuBackend(ExpertKernels, StateKernels):
         cap: float = 0.0, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         T, H, _ = (int(d) for d in q.shape)
-        constants = _attention(q, cache, scale, window, batch, cap) | policies.sinks(sinks is not None)
+        constants = _attention(q, cache, scale, window, batch, cap, sinks)
         areas = _attention_areas(q, int(constants["K"]))
         # the values' alias: a tensor that two kernels read after a store is copied, the whole pool
         ins = [q, cache.values, batch.block_tables, batch.context_lens, batch.query_starts, batch.chunks, *present(sinks)]
@@ -160,8 +159,7 @@ class CpuBackend(ExpertKernels, StateKernels):
     ) -> Tensor:  # fmt: skip
         (T, H, _), group = (int(d) for d in q.shape), cache.ranks
         assert group is not None
-        constants = _attention(q, cache, scale, window, batch, cap) | policies.sinks(sinks is not None)
-        constants |= policies.ranks(group) | dict(PLACE=group.place)
+        constants = _attention(q, cache, scale, window, batch, cap, sinks) | policies.ranks(group) | dict(PLACE=group.place)
         ins = [q, cache.keys, batch.block_tables, batch.context_lens, batch.query_starts, batch.decodes, batch.chunks, *present(sinks)]
         kernel = Kernel.cpu("attention_ranks", variant, 3, len(ins), **constants)  # type: ignore[arg-type]
         outs = [empty(q, T, H * cache.value_dim), group.memory, _attention_areas(q, int(constants["K"]))]
@@ -290,9 +288,11 @@ class CpuBackend(ExpertKernels, StateKernels):
         raise NotImplementedError("kernels: the CPU reads panels, not tiles")
 
 
-def _attention(q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float) -> dict[str, Constant]:
+def _attention(
+    q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float, sinks: Tensor | None
+) -> dict[str, Constant]:  # fmt: skip
     """Constants of attention. All heads read the same latents: they are divided into parts, each a unit of work."""
-    shape = Attention.of(q, cache, scale, window, batch, cap)
+    shape = Attention.of(q, cache, scale, window, batch, cap, sinks)
     if not cache.latent:
         return shape.defines
     part = next(heads for heads in range(min(HEADS_OF_A_PART, shape.H), 0, -1) if shape.H % heads == 0)

@@ -141,10 +141,10 @@ class CudaBackend(ExpertKernels, WithoutAdapters, WithoutRanks, WithoutStates):
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         T, H, D = (int(d) for d in q.shape)
-        kernel, partial, count = plan.attention_decode(
-            variant, batch.num_decodes, Attention.of(q, cache, scale, window, batch), gpu_at(q), batch.shared_prefix_lens is not None
-        )
-        partials, ins = [empty(q, partial), counters(q, count)], [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes]
+        a = Attention.of(q, cache, scale, window, batch, cap, sinks)
+        kernel, partial, count = plan.attention_decode(variant, batch.num_decodes, a, gpu_at(q), batch.shared_prefix_lens is not None)
+        partials = [empty(q, partial), counters(q, count)]
+        ins = [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes, *present(sinks)]
         ins += [batch.shared_prefix_lens] if batch.shared_prefix_lens is not None and dict(kernel.defines).get("CASCADE") else []
         return launch(kernel, [empty(q, T, H * D), *partials], ins)[0]
 
@@ -153,11 +153,10 @@ class CudaBackend(ExpertKernels, WithoutAdapters, WithoutRanks, WithoutStates):
         cap: float = 0.0, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         T, H, D = (int(d) for d in q.shape)
-        kernel = plan.attention_prefill(
-            variant, T - batch.num_decodes, batch.num_chunks, Attention.of(q, cache, scale, window, batch), gpu_at(q)
-        )
+        a = Attention.of(q, cache, scale, window, batch, cap, sinks)
+        kernel = plan.attention_prefill(variant, T - batch.num_decodes, batch.num_chunks, a, gpu_at(q))
         # the values' alias: a tensor that two kernels read after a store is copied, the whole pool
-        ins = [q, cache.values, batch.block_tables, batch.context_lens, batch.query_starts, batch.chunks]
+        ins = [q, cache.values, batch.block_tables, batch.context_lens, batch.query_starts, *present(sinks), batch.chunks]
         return launch(kernel, [empty(q, T, H * D) if out is None else out], ins)[0]
 
     def matmul(

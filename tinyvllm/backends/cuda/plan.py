@@ -331,7 +331,7 @@ FOLLOWING = 256 << 20  # bytes at most of the results that shared reads keep for
 def attention_decode(variant: str, B: int, a: Attention, gpu: GPU, cascade: bool = False) -> tuple[Kernel, int, int]:
     """The kernel, and the size of its scratch: float32 numbers, and counters.
 
-    With `cascade` it takes `shared_prefix_lens`, unless no sharing is possible.
+    With `cascade` its last array is `shared_prefix_lens`, unless no sharing is possible.
     """
     group, tokens = a.H // a.K, a.M * a.S
     parts = ceil_div(group, 16)
@@ -347,7 +347,8 @@ def attention_decode(variant: str, B: int, a: Attention, gpu: GPU, cascade: bool
     kept = B * heads * (stretches + min(shared_partitions, partitions)) if shared_partitions else 0
     partial = (grid * 2 * (STRETCH // PARTITION + stretches) + kept) * rows * (a.D + 2)
     more = {"CASCADE": 1} if shared_partitions else {}
-    kernel = Kernel.cuda("attention_decode", variant, 3, 5 + len(more), (grid, 1, 1), 32, shared, **more, **a.defines)  # type: ignore[arg-type]
+    ins = 5 + a.sinks + len(more)
+    kernel = Kernel.cuda("attention_decode", variant, 3, ins, (grid, 1, 1), 32, shared, **more, **a.defines)  # type: ignore[arg-type]
     return kernel.passing(B, shared_partitions), partial, grid * 2 + (B * heads if shared_partitions else 0)
 
 
@@ -365,7 +366,7 @@ def attention_prefill(variant: str, T: int, chunks: int, a: Attention, gpu: GPU)
     warps = 8 if a.D <= 128 else 4
     span, stages = warps * 16 * a.K // a.H, 2 if prefill_shared(a.D, 2, a.cache) <= gpu.shared else 1
     grid, shared = (ceil_div(T, span) + chunks, a.K, 1), prefill_shared(a.D, stages, a.cache)
-    return Kernel.cuda("attention_prefill", variant, 1, 6, grid, 32 * warps, shared, STAGES=stages, **a.defines)  # type: ignore[arg-type]
+    return Kernel.cuda("attention_prefill", variant, 1, 6 + a.sinks, grid, 32 * warps, shared, STAGES=stages, **a.defines)  # type: ignore[arg-type]
 
 
 def prefill_shared(D: int, stages: int, cache: str = "BF16") -> int:

@@ -202,13 +202,13 @@ class MetalBackend(ExpertKernels, WithoutAdapters, WithoutRanks, WithoutStates):
         self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        (T, H, D), a = (int(d) for d in q.shape), Attention.of(q, cache, scale, window, batch)
+        (T, H, D), a = (int(d) for d in q.shape), Attention.of(q, cache, scale, window, batch, cap, sinks)
         kernels, words = plan.attention_decode(variant, batch.num_decodes, a, cascade=batch.shared_prefix_lens is not None)
-        ins = [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes, *present(batch.shared_prefix_lens)]
+        ins = [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes, *present(sinks, batch.shared_prefix_lens)]
         if len(kernels) == 1:
             return launch(kernels[0], [empty(q, T, H * D), _counting_scratch(q, kernels[0], words)], ins)[0]
         out, partial = launch(kernels[0], [empty(q, T, H * D), integers(q, words)], ins)
-        return launch(kernels[1], [out, partial], [batch.context_lens, batch.decodes])[0]
+        return launch(kernels[1], [out, partial], [batch.context_lens, batch.decodes, *present(sinks)])[0]
 
     @of_op("attention_prefill")
     def attention_prefill(
@@ -216,9 +216,10 @@ class MetalBackend(ExpertKernels, WithoutAdapters, WithoutRanks, WithoutStates):
         cap: float = 0.0, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         T, H, D = (int(d) for d in q.shape)
-        kernel = plan.attention_prefill(variant, T - batch.num_decodes, batch.num_chunks, Attention.of(q, cache, scale, window, batch))
+        a = Attention.of(q, cache, scale, window, batch, cap, sinks)
+        kernel = plan.attention_prefill(variant, T - batch.num_decodes, batch.num_chunks, a)
         # the values' alias: a tensor that two kernels read after a store is copied, the whole pool
-        ins = [q, cache.values, batch.block_tables, batch.context_lens, batch.query_starts, batch.chunks]
+        ins = [q, cache.values, batch.block_tables, batch.context_lens, batch.query_starts, batch.chunks, *present(sinks)]
         return launch(kernel, [empty(q, T, H * D) if out is None else out], ins)[0]
 
     @of_op("matmul")

@@ -261,8 +261,8 @@ def attention_decode(
     """The launches, one, or two with the variant MERGE; and the size of `partial`, their scratch: numbers of 32 bits.
 
     A single launch needs zeros in `partial` and leaves zeros, but for a fault. The first of two launches writes `partial`, the second reads
-    it. With `cascade` the first also takes `shared_prefix_lens`, and reads shared blocks once for several sequences. `context` of each
-    sequence is for the estimate of work alone.
+    it. With `cascade` the first also takes `shared_prefix_lens`, its last array, and reads shared blocks once for several sequences.
+    `context` of each sequence is for the estimate of work alone.
     """
     keys = partition or partition_of(a)
     partitions, group = ceil_div(a.M * a.S, keys), a.H // a.K
@@ -274,11 +274,13 @@ def attention_decode(
         PARTITION=keys, SIMDS=simds, CASCADE=int(cascade), SPREAD=spread or SPREAD, LAUNCHES=launches, **a.defines
     )
     kernels = [_kernel(
-        "attention_decode", variant, 2, 5 + cascade, (a.K * parts, B, partitions), 32 * simds, flops + 2 * merged,
+        "attention_decode", variant, 2, 5 + a.sinks + cascade, (a.K * parts, B, partitions), 32 * simds, flops + 2 * merged,
         B * moved + 8 * B * a.H * a.D + 12 * merged, **defines,
     )]  # fmt: skip
     if launches == 2:
-        kernels.append(_kernel("attention_merge", variant, 2, 2, (a.K * parts, B, 1), 32 * simds, 2 * merged, 4 * merged, **defines))
+        kernels.append(_kernel(
+            "attention_merge", variant, 2, 2 + a.sinks, (a.K * parts, B, 1), 32 * simds, 2 * merged, 4 * merged, **defines
+        ))  # fmt: skip
     area = 32 + partitions * ceil_div(group, parts) * (a.D + 2)
     return kernels, B * a.K * parts * area if partitions > 1 else 1
 
@@ -298,7 +300,7 @@ def attention_prefill(variant: str, T: int, chunks: int, a: Attention, context: 
     flops, moved = _attention_work(a, T, context)
     grid = ceil_div(T, span) + chunks, a.K, 1
     return _kernel(
-        "attention_prefill", variant, 1, 6, grid, 32 * simds, flops, chunks * moved + 8 * T * a.H * a.D, SIMDS=simds, **a.defines
+        "attention_prefill", variant, 1, 6 + a.sinks, grid, 32 * simds, flops, chunks * moved + 8 * T * a.H * a.D, SIMDS=simds, **a.defines
     )
 
 
