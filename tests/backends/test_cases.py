@@ -9,7 +9,7 @@ from tinygrad import Tensor
 from tests.kernels.answers import PATH, answers
 from tinyvllm.backends import cases, registry
 from tinyvllm.backends.cases import Case, Site, case_of, inputs, wrong
-from tinyvllm.backends.cases.expected import mixed_answer
+from tinyvllm.backends.cases.expected import computed_answer
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout, formats_in
@@ -25,6 +25,7 @@ PASSING += [Case("attention_decode", cache="BF16", head_dim=64, heads=(14, 2), t
 PASSING += [Case("attention_prefill", cache="KV_INT8", head_dim=128, heads=(12, 3), table_blocks=3)]
 PASSING += [Case("attention_decode", cache="KV_INT8", head_dim=48), Case("attention_prefill", cache="KV_INT4", head_dim=64)]
 PASSING += [Case("attention_decode", cache="KV_FP8", head_dim=128), Case("norm_qkv_rope_store", "BF16", cache="KV_INT4")]
+PASSING += [Case("attention_decode", cache="BF16", head_dim=64, sinks=True), Case("attention_prefill", cache="F16", head_dim=48, cap=True)]
 PASSING += [Case("kv_append", cache=cache) for cache in KV_FORMATS]
 PASSING += [Case("norm_qkv_rope_store", "Q4_K+Q6_K", cache="F16"), Case("norm_qkv_rope_store", "Q4_0+INT4_G128+NF4", cache="KV_INT8")]
 
@@ -56,7 +57,7 @@ def test_a_right_kernel_passes_with_room_to_spare(case, variant, recorded):
     assert wrong(case, results, recorded) is None
     for arrays in results:
         for name, got in arrays.items():
-            want = mixed_answer(case)[name] if case.is_mixed else recorded[f"{case.answer}/{name}"]
+            want = recorded[f"{case.answer}/{name}"] if case.is_recorded else computed_answer(case)[name]
             got += np.asarray(0.3 * case.tolerances.get(name, 0) * np.abs(want).max(), got.dtype)
     assert wrong(case, results, recorded) is None
 
@@ -88,6 +89,8 @@ def test_what_is_wrong_is_named(change, words, recorded):
         ("attention_decode", {"cache_format": "BF16", "head_dim": 96}, "attention_decode BF16 D=48"),
         ("attention_prefill", {"cache_format": "KV_INT8", "head_dim": 96}, "attention_prefill KV_INT8 D=48"),
         ("attention_prefill", {"cache_format": "KV_INT4", "head_dim": 96}, "attention_prefill KV_INT4 D=64"),
+        ("attention_decode", {"cache_format": "BF16", "head_dim": 64, "sinks": True}, "attention_decode BF16 D=64 sinks"),
+        ("attention_prefill", {"cache_format": "F16", "head_dim": 256, "cap": True}, "attention_prefill F16 D=48 capped"),
         ("advance", {}, "advance"),
         ("quantize", {}, None),
     ],

@@ -75,11 +75,16 @@ LONG = [
     Case("attention_prefill", cache="KV_INT4", head_dim=64),
 ]
 LONG += [Case("attention_decode", cache="KV_INT8", head_dim=48), Case("kv_append", cache="KV_FP8")]
+LONG += [Case("attention_prefill", cache="BF16", head_dim=64, cap=True)]
 LONG += [Case("norm_gate_up_silu", "BF16"), Case("norm_head", "Q8_0"), Case("attention_prefill", cache="BF16", head_dim=48)]
 # v in another format, and a packed cache; gate and up apart. Their answers are computed.
 MIXED = [Case("norm_qkv_rope_store", "INT4_G64+Q6_K", cache="KV_INT8"), Case("norm_gate_up_silu", "Q8_0+NF4")]
 LONG += [Case("norm_qkv_rope_store", "Q8_0+Q4_K+FP8_G128", cache="KV_INT4"), Case("norm_qkv_rope_store", "F16+MXFP4", cache="KV_FP8")]
 RIGHT = [Case("norm_qkv_rope_store", "Q4_0", cache="F16"), Case("attention_decode", cache="KV_INT4", head_dim=64), *MIXED]
+RIGHT += [
+    Case("attention_decode", cache="BF16", head_dim=64, cap=True, sinks=True),
+    Case("attention_prefill", cache="F16", head_dim=48, sinks=True),
+]
 RIGHT += [Case("norm_route", "F32"), Case("experts_gate_up_silu", "Q4_K"), Case("experts_down", "BF16")]
 RIGHT += [*(pytest.param(case, marks=pytest.mark.long) for case in LONG)]
 

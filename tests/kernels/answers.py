@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.kernels import delta_rule
 from tinyvllm.backends import selftest
-from tinyvllm.backends.cases import adapters, attention, expected, inputs, products, states, tokens
+from tinyvllm.backends.cases import adapters, expected, inputs, products, states, tokens
 from tinyvllm.backends.cases.inputs import EPS, PERIOD, Arrays, S, activations, columns, numbers, numbers_of, weight_rows
 from tinyvllm.batch import NO_SLOT
 from tinyvllm.quant.formats import Layout, formats_in
@@ -36,7 +36,9 @@ def answers() -> Arrays:
                 known = found.setdefault(f"{stem} {label}/{name}", array)
                 np.testing.assert_array_equal(known, array, err_msg=f"{stem}: the formats of {label} do not hold the same numbers")
     for D in (48, 64, 128):
-        found[f"attention_decode {D}/out"], found[f"attention_prefill {D}/out"] = decode(D), prefill(D)
+        for stem, attend in (("attention_decode", expected.attention_decode), ("attention_prefill", expected.attention_prefill)):
+            found[f"{stem} {D}/out"] = attend(D)["out"]
+            assert np.isfinite(found[f"{stem} {D}/out"]).all()
     return {name: array.astype(np.float32) if array.dtype.kind == "f" else array.astype(np.int32) for name, array in found.items()}
 
 
@@ -91,31 +93,6 @@ def gated_delta() -> Arrays:
 def kv_append() -> Arrays:
     k, v = (numbers(seed, PERIOD, 3, 48).reshape(PERIOD, -1) for seed in (13, 14))
     return {"kv": np.concatenate([k, v], axis=1)[: inputs.FEW[1]], "kept": np.ones(1)}
-
-
-def attend(context: attention.Context, D: int, rows: list[tuple[int, int, int]]) -> np.ndarray:
-    """Rows (query, sequence, position): softmax over the keys up to the position."""
-    pool, tables, q = context.pool(D).astype(np.float64), context.tables, attention.queries(inputs.MANY[0], D)
-    out = []
-    for t, b, position in rows:
-        keys, values = pool[tables[b]].transpose(1, 2, 0, 3, 4).reshape(2, inputs.GROUPS, -1, D)[:, :, : position + 1]
-        assert np.isfinite(keys).all() and np.isfinite(values).all()
-        for h in range(inputs.QUERY_HEADS):
-            group = h * inputs.GROUPS // inputs.QUERY_HEADS
-            scores = keys[group] @ q[t, h].astype(np.float64) * D**-0.5
-            weights = np.exp(scores - scores.max())
-            out.append(weights / weights.sum() @ values[group])
-    return np.array(out).reshape(len(rows), -1)
-
-
-def decode(D: int) -> np.ndarray:
-    return attend(attention.DECODES, D, [(b, b, length - 1) for b, length in enumerate(attention.DECODES.lengths)])
-
-
-def prefill(D: int) -> np.ndarray:
-    first = attention.CHUNKS.lengths[0] - attention.STARTS[0]
-    rows = [(t, int(t >= first), attention.STARTS[t >= first] + (t - first if t >= first else t)) for t in attention.CHUNK_ROWS]
-    return attend(attention.CHUNKS, D, rows)
 
 
 def advance() -> Arrays:

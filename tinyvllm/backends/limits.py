@@ -25,7 +25,8 @@ class ShapeFacts:
     output_norm, output_scale  the outputs are normed, or scaled, before the residual is added
     whole_qk_norm    the q/k norms are over all heads at once
     other_values     values are normed, are the keys, or are those of another layer
-    cap              logits are capped
+    cap              scores, or logits, are capped
+    sinks            heads have sinks: one more score each, without a value
     experts          of a mixture
     ungrouped        the reference has chosen the experts of rows, so that nothing lists the rows of an expert
     scaled           rows of the embedding are scaled, or logits are
@@ -51,6 +52,7 @@ class ShapeFacts:
     whole_qk_norm: bool = False
     other_values: bool = False
     cap: bool = False
+    sinks: bool = False
     scaled: bool = False
     experts: int = 0
     ungrouped: bool = False

@@ -164,5 +164,5 @@ class PagedAttention:
         """The shape in words, and what kernels are selected by."""
         (H, D), K, placement = (int(d) for d in q.shape[1:]), cache.K, Placement.of(q.device)
         policies = f"{' capped' * (cap != 0.0)}{' sinks' * (sinks is not None)}{' latents' * (cache.latent > 0)}"
-        facts = attention_facts(placement, cache, H, int(self._batch.block_tables.shape[1]))
+        facts = attention_facts(placement, cache, H, int(self._batch.block_tables.shape[1]), cap != 0.0, sinks is not None)
         return f"H={H}, K={K}, D={D} {cache_format(cache)}{policies}", facts

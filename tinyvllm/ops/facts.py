@@ -35,12 +35,14 @@ def product_facts(
     )
 
 
-def attention_facts(placement: Placement, cache: LayerCache, query_heads: int, table_blocks: int) -> ShapeFacts:
+def attention_facts(placement: Placement, cache: LayerCache, query_heads: int, table_blocks: int, cap: bool, sinks: bool) -> ShapeFacts:
     """Of attention over a cache."""
     return ShapeFacts(
         placement,
         head_dim=cache.D,
         query_heads=query_heads,
+        cap=cap,
+        sinks=sinks,
         latent=cache.latent,
         kv_heads=cache.K,
         block_size=cache.S,

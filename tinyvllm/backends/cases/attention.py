@@ -59,6 +59,11 @@ CHUNKS, STARTS = Context((274, 5)), (260, 0)  # a chunk of 14 tokens in the midd
 CHUNK_ROWS = (0, 6, 13, 14, 18)  # whose answers are recorded
 
 
+CAP = 2.0  # of scores of about 1
+SINKS = np.array([0.5, 2.0, -np.inf, 40.0], np.float32)  # of the recorded heads; the last one leaves nothing of the values
+assert len(SINKS) == QUERY_HEADS
+
+
 def queries(T: int, D: int) -> np.ndarray:
     return numbers(16, T, QUERY_HEADS, D)
 
@@ -71,7 +76,7 @@ def attention_decode(site: Site, case: Case) -> list[Arrays]:
         site, block_tables=site.place(tables), context_lens=site.int32(*DECODES.lengths, 0), decodes=site.int32(count),
         num_decodes=B, num_blocks=tables.shape[1], shared_prefix_lens=site.int32(0, DECODES.shared, 0, 0),
     )  # fmt: skip
-    out = realized(site.backend.attention_decode(site.variant, q, cache, D**-0.5, 0, batch))[0][:count]
+    out = realized(site.backend.attention_decode(site.variant, q, cache, D**-0.5, 0, batch, *_policies(site, case)))[0][:count]
     return [{"out": _recorded_heads(case, out)}]
 
 
@@ -83,7 +88,7 @@ def attention_prefill(site: Site, case: Case) -> list[Arrays]:
         site, block_tables=site.place(tables), context_lens=site.int32(*lengths), query_starts=site.int32(0, first, count),
         chunks=site.int32(0, 2), rows=site.int32(count), num_blocks=tables.shape[1], max_query=16,
     )  # fmt: skip
-    out = realized(site.backend.attention_prefill(site.variant, None, q, cache, D**-0.5, 0, batch))[0]
+    out = realized(site.backend.attention_prefill(site.variant, None, q, cache, D**-0.5, 0, batch, *_policies(site, case)))[0]
     return [{"out": _recorded_heads(case, out[list(CHUNK_ROWS)])}]
 
 
@@ -93,6 +98,11 @@ def _heads(case: Case) -> np.ndarray:
     head, group = np.arange(H), H // K
     recorded = QUERY_HEADS // GROUPS
     return np.asarray(recorded * (head // group % GROUPS) + head % group % recorded)
+
+
+def _policies(site: Site, case: Case) -> tuple[float, Tensor | None]:
+    """The cap and the sinks of the case's heads."""
+    return CAP if case.cap else 0.0, site.place(SINKS[_heads(case)]) if case.sinks else None
 
 
 def _placed(site: Site, case: Case, T: int, context: Context) -> tuple[Tensor, LayerCache]:

@@ -25,9 +25,9 @@ _MIXED = ("norm_qkv_rope_store", "norm_gate_up_silu", "experts_gate_up_silu")  #
 class Case:
     """One fixed call: of `stem`, with weights in `format` in `layout`, a KV cache in `cache`, and heads of `head_dim`.
 
-    Parts of a product in several formats have these with + between them, as ShapeFacts has. `heads` are the query and KV heads of
-    attention, and `table_blocks` the least width of its block tables: where they are the model's, the kernel of the case is the model's
-    own, and one compilation serves both. Results are the same with any.
+    Parts of a product in several formats have these with + between them, as ShapeFacts has. `cap` and `sinks` are attention's. `heads`
+    are the query and KV heads of attention, and `table_blocks` the least width of its block tables: where they are the model's, the kernel
+    of the case is the model's own, and one compilation serves both. Results are the same with any.
     """
 
     stem: str
@@ -35,6 +35,8 @@ class Case:
     layout: str = ""
     cache: str = ""
     head_dim: int = 0
+    cap: bool = False
+    sinks: bool = False
     heads: tuple[int, int] = field(default=(QUERY_HEADS, GROUPS), compare=False)
     table_blocks: int = field(default=0, compare=False)
 
@@ -43,10 +45,16 @@ class Case:
         return "+" in self.format
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether its answer is recorded; else it is computed (expected.py)."""
+        return not (self.is_mixed or self.cap or self.sinks)
+
+    @property
     def name(self) -> str:
         """As in messages and on disk: "matmul Q8_0"."""
         dim = f"D={self.head_dim}" if self.head_dim else ""
-        return " ".join(word for word in (self.stem, self.format, self.layout, self.cache, dim) if word)
+        policies = "capped" * self.cap, "sinks" * self.sinks
+        return " ".join(word for word in (self.stem, self.format, self.layout, self.cache, dim, *policies) if word)
 
     @property
     def answer(self) -> str:
@@ -86,9 +94,10 @@ def case_of(stem: str, facts: ShapeFacts | None) -> Case | None:
     if stem in ("attention_decode", "attention_prefill"):
         # 48 is for all the others: kernels take the multiples of 16 in loops, of 32 in KV_INT4
         other = 64 if facts.cache_format == "KV_INT4" else 48
-        if facts.head_dim not in (64, 128):
-            return Case(stem, cache=facts.cache_format, head_dim=other)
-        case = Case(stem, cache=facts.cache_format, head_dim=facts.head_dim)
+        head_dim = facts.head_dim if facts.head_dim in (64, 128) else other
+        case = Case(stem, cache=facts.cache_format, head_dim=head_dim, cap=facts.cap, sinks=facts.sinks)
+        if head_dim != facts.head_dim:
+            return case
         heads = facts.query_heads, facts.kv_heads
         shares = facts.placement.is_cpu and facts.block_size == S and heads[1] > 1 and 2 * heads[1] <= heads[0] <= MAX_HEADS
         return replace(case, heads=heads, table_blocks=facts.table_blocks) if shares else case

@@ -1,9 +1,10 @@
-"""Products and what follows them in float64: the answers of cases, recorded for each format, and computed for mixed parts."""
+"""Products, what follows them, and attention in float64: the answers of cases, recorded, or computed where they are too many."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from tinyvllm.backends.cases import attention
 from tinyvllm.backends.cases.case import Case
 from tinyvllm.backends.cases.inputs import (
     CHOSEN,
@@ -11,11 +12,14 @@ from tinyvllm.backends.cases.inputs import (
     EXPERT_OUTPUTS,
     EXPERTS,
     GATED,
+    GROUPS,
     HEAD_DIM,
     HEADS,
     KV_HEADS,
+    MANY,
     PERIOD,
     QKV_OUTPUTS,
+    QUERY_HEADS,
     ROUTED,
     ROUTES,
     SHARES,
@@ -76,7 +80,39 @@ def qkv(names: str) -> Arrays:
     return {"q": turned[:, :H].reshape(PERIOD, -1), "kv": kept.reshape(PERIOD, -1), "kept": np.ones(1)}
 
 
-def mixed_answer(case: Case) -> Arrays:
-    """The answer of a product whose parts are in several formats; there are too many of these to record."""
+def attend(
+    context: attention.Context, D: int, rows: list[tuple[int, int, int]], cap: bool = False, sinks: bool = False
+) -> np.ndarray:  # fmt: skip
+    """Rows (query, sequence, position): softmax over the keys up to the position, and the head's sink."""
+    pool, tables, q = context.pool(D).astype(np.float64), context.tables, attention.queries(MANY[0], D)
+    out = []
+    for t, b, position in rows:
+        keys, values = pool[tables[b]].transpose(1, 2, 0, 3, 4).reshape(2, GROUPS, -1, D)[:, :, : position + 1]
+        for h in range(QUERY_HEADS):
+            group, sink = h * GROUPS // QUERY_HEADS, attention.SINKS[h] if sinks else -np.inf
+            scores = keys[group] @ q[t, h].astype(np.float64) * D**-0.5
+            scores = attention.CAP * np.tanh(scores / attention.CAP) if cap else scores
+            top = max(scores.max(), sink)
+            weights = np.exp(scores - top)
+            out.append(weights / (weights.sum() + np.exp(sink - top)) @ values[group])
+    return np.array(out).reshape(len(rows), -1)
+
+
+def attention_decode(D: int, cap: bool = False, sinks: bool = False) -> Arrays:
+    rows = [(b, b, length - 1) for b, length in enumerate(attention.DECODES.lengths)]
+    return {"out": attend(attention.DECODES, D, rows, cap, sinks)}
+
+
+def attention_prefill(D: int, cap: bool = False, sinks: bool = False) -> Arrays:
+    first = attention.CHUNKS.lengths[0] - attention.STARTS[0]
+    rows = [(t, int(t >= first), attention.STARTS[t >= first] + (t - first if t >= first else t)) for t in attention.CHUNK_ROWS]
+    return {"out": attend(attention.CHUNKS, D, rows, cap, sinks)}
+
+
+def computed_answer(case: Case) -> Arrays:
+    """The answer of a product whose parts are in several formats, or of attention with policies; there are too many of these to record."""
+    if case.cap or case.sinks:
+        answer = attention_decode if case.stem == "attention_decode" else attention_prefill
+        return answer(case.head_dim, case.cap, case.sinks)
     answers = {"norm_gate_up_silu": gate_up, "norm_qkv_rope_store": qkv, "experts_gate_up_silu": experts_gate_up}
     return answers[case.stem](case.format)

@@ -9,7 +9,7 @@ import numpy as np
 from tinyvllm.backends.cases.adapters import lora_bias
 from tinyvllm.backends.cases.attention import attention_decode, attention_prefill, kv_append, kv_copy
 from tinyvllm.backends.cases.case import TESTED, Case
-from tinyvllm.backends.cases.expected import mixed_answer
+from tinyvllm.backends.cases.expected import computed_answer
 from tinyvllm.backends.cases.experts import experts_down, experts_gate_up_silu, norm_route
 from tinyvllm.backends.cases.inputs import PERIOD, Arrays, repeated
 from tinyvllm.backends.cases.products import embed, matmul, norm_gate_up_silu, norm_head, norm_qkv_rope_store, pack_tiles
@@ -47,10 +47,10 @@ def run(case: Case, site: Site) -> list[Arrays]:
 
 def wrong(case: Case, results: list[Arrays], answers: Mapping[str, np.ndarray]) -> str | None:
     """Why the results are not the recorded ones, with the largest error; None if they are."""
-    mixed = mixed_answer(case) if case.is_mixed else None
+    computed = None if case.is_recorded else computed_answer(case)
     for arrays in results:
         for name, got in arrays.items():
-            want = answers[f"{case.answer}/{name}"] if mixed is None else mixed[name]
+            want = answers[f"{case.answer}/{name}"] if computed is None else computed[name]
             tolerance = case.tolerances.get(name, 0.0)
             want = repeated(want, len(got)) if len(want) == PERIOD else want
             if got.shape != want.shape:
