@@ -56,7 +56,6 @@ extern "C" __global__ void __launch_bounds__(32, D <= 32 ? 10 : 1)
   DYNAMIC_SHARED(ring);
   const Batch batch = {block_tables, context_lens, shared_prefix_lens, min(B, count[0]), cascade};
   const Records records = records_at(partial, B, cascade);
-  const Output output = {out, SINKS_POINTER};
   Run run;
   Stream stream;
   if (!find_run(run, stream.next, batch)) return;
@@ -100,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(32, D <= 32 ? 10 : 1)
         if (is_unit_end(at)) break;
       }
     }
-    end_unit(state, output, records, counters, batch, run, at, sequences);
+    end_unit(state, out, SINKS_POINTER, records, counters, batch, run, at, sequences);
     if (at.start + TILE >= at.context) loaded = 0;
     advance(at, batch, run);
   }

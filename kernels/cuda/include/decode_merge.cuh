@@ -62,20 +62,14 @@ DEVICE bool is_last(u32 *counter, int more, int expected) {
 
 // --- writing
 
-// Where results are written, and the sinks that join them last, if there are any.
-struct Output {
-  float *out;
-  const float *head_sinks;
-};
-
-// The output of a sequence of one partition.
-DEVICE void write_output(const RowState &state, const float (&sum)[2], const Output &output, const Cursor &at) {
+// The output of a sequence of one partition. `head_sinks`, here and below: those of all heads, if there are any.
+DEVICE void write_output(const RowState &state, const float (&sum)[2], float *out, const float *head_sinks, const Cursor &at) {
   const int g = threadIdx.x / 4, column = threadIdx.x % 4 * 2;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    float *row = row_pointer(output.out, at.b, at.head, g + 8 * r);
+    float *row = row_pointer(out, at.b, at.head, g + 8 * r);
     if (row == nullptr) continue;
-    const float inverse = 1.0f / with_sink(sum[r], state.max[r], output.head_sinks, query_head(at.head, g + 8 * r));
+    const float inverse = 1.0f / with_sink(sum[r], state.max[r], head_sinks, query_head(at.head, g + 8 * r));
 #pragma unroll
     for (int n = 0; n < COLUMNS; n++)
       *(float2 *)(row + n * 8 + column) = make_float2(state.o[n][2 * r] * inverse, state.o[n][2 * r + 1] * inverse);
@@ -113,9 +107,9 @@ DEVICE void write_follower_records(const RowState &state, const float (&sum)[2],
 
 // --- merging
 
-// `count` records from `record` on become one, number `to`, or, if `to` is -1, the rows of the output of this head. The merged records may
-// then be written again.
-DEVICE void merge(const Records &partial, int record, int count, int to, const Output &output, int b, int head) {
+// `count` records from `record` on become one, number `to`, or, if `to` is -1, the rows of `out` of this head. The merged records may then
+// be written again.
+DEVICE void merge(const Records &partial, int record, int count, int to, float *out, const float *head_sinks, int b, int head) {
   for (int i = threadIdx.x; i < ROWS * D / 4; i += 32) {
     const int r = i / (D / 4);
     const float4 *values = (const float4 *)values_of(partial, record) + i;
@@ -143,8 +137,8 @@ DEVICE void merge(const Records &partial, int record, int count, int to, const O
     if (to >= 0) {
       ((float4 *)values_of(partial, to))[i] = o;
       if (i % (D / 4) == 0) max_and_sum_of(partial, to)[r] = make_float2(max, sum);
-    } else if (float *row = row_pointer(output.out, b, head, r)) {
-      const float inverse = 1.0f / with_sink(sum, max, output.head_sinks, query_head(head, r));
+    } else if (float *row = row_pointer(out, b, head, r)) {
+      const float inverse = 1.0f / with_sink(sum, max, head_sinks, query_head(head, r));
       ((float4 *)row)[i % (D / 4)] = make_float4(o.x * inverse, o.y * inverse, o.z * inverse, o.w * inverse);
     }
   }
@@ -160,7 +154,7 @@ DEVICE int own_space_partitions(int first, int context) {
 DEVICE int sections_of(int context) { return last_partition(context) / SECTION_PARTITIONS + 1; }
 
 // Merges all records of a follower into its output.
-DEVICE void finish_follower(const Output &output, const Records &partial, int b, int head, const Batch &batch) {
+DEVICE void finish_follower(float *out, const float *head_sinks, const Records &partial, int b, int head, const Batch &batch) {
   const int context = batch.contexts[b], partitions = own_space_partitions(shared_partitions(batch, b), context);
   const int sections = sections_of(context), record = first_record(partial, b, head);
 #pragma unroll 1
@@ -169,14 +163,14 @@ DEVICE void finish_follower(const Output &output, const Records &partial, int b,
     const bool all = partition >= partitions;
     const int from = all ? record : record + SECTIONS + partition, count = all ? sections : min(SECTION_PARTITIONS, partitions - partition);
     const int to = all || sections == 1 ? -1 : record + section;
-    merge(partial, from, count, to, output, b, head);
+    merge(partial, from, count, to, out, head_sinks, b, head);
     if (to < 0) return;
   }
 }
 
 // Each of the sequences at.b + from to at.b + end - 1 has one more record; finishes those that are complete.
-DEVICE void count_follower_records(const Output &output, const Records &partial, u32 *counters, const Cursor &at, int from, int end,
-                                   const Batch &batch) {
+DEVICE void count_follower_records(float *out, const float *head_sinks, const Records &partial, u32 *counters, const Cursor &at, int from,
+                                   int end, const Batch &batch) {
   const int i = threadIdx.x, b = at.b + i;
   bool last = false;
   __syncwarp();
@@ -190,7 +184,7 @@ DEVICE void count_follower_records(const Output &output, const Records &partial,
   u32 complete = __ballot_sync(ALL_LANES, last);
   __syncwarp();
 #pragma unroll 1
-  for (; complete; complete &= complete - 1) finish_follower(output, partial, at.b + __ffs((int)complete) - 1, at.head, batch);
+  for (; complete; complete &= complete - 1) finish_follower(out, head_sinks, partial, at.b + __ffs((int)complete) - 1, at.head, batch);
 }
 
 // --- the end of a unit
@@ -203,13 +197,13 @@ DEVICE int finished_since(const Cursor &at, const Run &run, int low) {
 
 // The end of a partition whose record belongs in a warp's space: one that the sequence reads itself and, of a follower, that comes after
 // its own space. `at` is a tile of it. For a follower, returns whether a section is complete.
-DEVICE bool end_partition(const RowState &state, const float (&sum)[2], const Output &output, const Records &partial, u32 *counters,
-                          const Run &run, const Cursor &at) {
+DEVICE bool end_partition(const RowState &state, const float (&sum)[2], float *out, const float *head_sinks, const Records &partial,
+                          u32 *counters, const Run &run, const Cursor &at) {
   const int partition = at.start / PARTITION, first = first_of(at), last = last_partition(at.context);
   const int section = partition / SECTION_PARTITIONS;
   const bool follower = is_follower(at.share);
   if (first == last && !follower) {
-    write_output(state, sum, output, at);
+    write_output(state, sum, out, head_sinks, at);
     return false;
   }
   const int low = max(first, section * SECTION_PARTITIONS), high = min(last, section * SECTION_PARTITIONS + SECTION_PARTITIONS - 1);
@@ -226,7 +220,7 @@ DEVICE bool end_partition(const RowState &state, const float (&sum)[2], const Ou
   int from = record + low % SECTION_PARTITIONS, end = from + high - low + 1, to = only ? -1 : records + section;
 #pragma unroll 1
   for (;;) {
-    merge(partial, from, end - from, to, output, at.b, at.head);
+    merge(partial, from, end - from, to, out, head_sinks, at.b, at.head);
     if (to < 0) return false;
     if (follower) return true;
     if (all.exclusive ? section != last_section : !is_last(counters + 2 * all.owner + 1, 1, last_section - first_section + 1)) return false;
@@ -240,13 +234,13 @@ DEVICE void sum_rows(float (&sum)[2], const RowState &state) {
 }
 
 // `at` is a tile of the unit, which was read for `sequences` sequences; `state` is that of the first pass.
-DEVICE void end_unit(const RowState &state, const Output &output, const Records &partial, u32 *counters, const Batch &batch, const Run &run,
-                     const Cursor &at, int sequences) {
+DEVICE void end_unit(const RowState &state, float *out, const float *head_sinks, const Records &partial, u32 *counters, const Batch &batch,
+                     const Run &run, const Cursor &at, int sequences) {
   float sum[2];
   sum_rows(sum, state);
   const bool own_space = is_follower(at.share) && at.start / PARTITION < own_space_partitions(at.share.first, at.context);
   int from = own_space ? 0 : 1;
   if (CASCADE && sequences > from) write_follower_records(state, sum, partial, at, 0, from, sequences);
-  if (!own_space && end_partition(state, sum, output, partial, counters, run, at)) from = 0;
-  if (CASCADE && sequences > from) count_follower_records(output, partial, counters, at, from, sequences, batch);
+  if (!own_space && end_partition(state, sum, out, head_sinks, partial, counters, run, at)) from = 0;
+  if (CASCADE && sequences > from) count_follower_records(out, head_sinks, partial, counters, at, from, sequences, batch);
 }
