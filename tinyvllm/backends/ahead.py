@@ -54,11 +54,6 @@ class CompileAhead(Generic[Key]):
         future = self._pending.pop(key, None)
         return None if future is None else future.result()
 
-    @property
-    def is_done(self) -> bool:
-        """Whether all that was started, and not taken yet, is compiled."""
-        return all(future.done() and future.exception() is None for future in self._pending.values())
-
     def clear(self) -> None:
         """Wait for what is being compiled, and drop it."""
         while self._pending:

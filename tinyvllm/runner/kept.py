@@ -120,6 +120,17 @@ def keep_needs(steps: KeptSteps | None, needs: Iterable[Need]) -> None:
         open_cache().write(_place(steps), json.dumps(entries).encode())
 
 
+def ended_before(steps: KeptSteps | None) -> bool:
+    """Whether an engine with these steps has called this before, and has ended."""
+    if steps is None:
+        return False
+    place = steps.place("ended")
+    if open_cache().read(place, MAX_NEEDS) is not None:
+        return True
+    open_cache().write(place, b"before")
+    return False
+
+
 def _place(steps: KeptSteps) -> str:
     return steps.place("needs")
 

@@ -15,7 +15,7 @@ from tinyvllm.quant.formats import Layout, formats_in
 from tinyvllm.quant.layouts import BLOCK
 from tinyvllm.quant.random_rows import packable_width
 from tinyvllm.runner.ahead import StepOutlines
-from tinyvllm.runner.kept import keep_needs, kept_needs
+from tinyvllm.runner.kept import ended_before, keep_needs, kept_needs
 from tinyvllm.runner.weight_plan import WeightPlan
 from tinyvllm.sampling.parameters import SamplingFlags
 
@@ -24,7 +24,7 @@ class StepKernels:
     """The kernels of an engine's steps.
 
     On the CPU each step's kernels are tested before it runs for the first time: compiling those of the tests takes as long as those of
-    the model. There a first start only notes that it was one, once all that it compiles ahead is on disk, or is used soon.
+    the model. There a first start only notes that it was one, once all that it compiles ahead is used soon.
     """
 
     def __init__(self, placement: Placement, kept: KeptSteps | None):
@@ -53,15 +53,14 @@ class StepKernels:
         return report
 
     def close(self) -> None:
-        """No step follows, and what is not compiled yet may never be: then the next start compiles ahead again."""
-        if self._compiles_ahead:
-            from tinyvllm.backends.cpu.launch import compiled_ahead  # not above: other devices do without
-
-            if compiled_ahead():
-                self.note_first_start()
+        """A start that decodes nothing cuts its compilers off: the next one compiles ahead again, but not all that follow. A kernel that
+        takes longer than such a process would never be done.
+        """
+        if self._compiles_ahead and ended_before(self._kept):
+            self.note_first_start()
 
     def note_first_start(self) -> None:
-        """All that was compiled ahead is on disk, or is used soon: later starts need not compile ahead."""
+        """Later starts need not compile ahead."""
         if self._compiles_ahead:
             self._compiles_ahead = False
             keep_needs(self._kept, ())

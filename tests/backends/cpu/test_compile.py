@@ -131,17 +131,10 @@ def test_kernels_compile_ahead_at_the_same_time(cache, monkeypatch):
 
 
 def test_a_failure_ahead_is_raised_where_the_kernel_is_needed(cache):
-    launch._ahead.clear()  # of other tests
     bad = copy("nonsense")
     launch.compile_ahead([bad])
-    assert not launch.compiled_ahead(), "whether it compiles still, or could not"
     with pytest.raises(KernelError, match="does not compile"):
         launch.machine_code(bad)
-    good = copy(96)
-    launch.compile_ahead([good])
-    launch._ahead._pending[good].result()
-    assert launch.compiled_ahead()
-    launch._ahead.clear()
 
 
 def test_ops_can_be_asked_which_kernels_they_need():

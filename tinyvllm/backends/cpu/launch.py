@@ -51,11 +51,6 @@ def compile_ahead(kernels: Iterable[Kernel]) -> None:
     _ahead.start(kernels)
 
 
-def compiled_ahead() -> bool:
-    """Whether all that `compile_ahead` has begun is compiled."""
-    return _ahead.is_done
-
-
 @functools.cache
 def row_numbers(count: int) -> Tensor:
     """0, 1, ... count - 1, int32, in memory of the process: a tensor that is computed during a capture would be part of the step."""
