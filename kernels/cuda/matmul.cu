@@ -5,7 +5,7 @@
 //   counters   [tiles of out] uint32, if SPLIT > 1; zero between launches: the last thread block to arrive resets its counter
 //   prepared   x as quantize_input.cu lays it out for WEIGHT: [T, I] rounded, in fragments
 //   weight     tiles (product.cuh) of WEIGHT = BF16, F16, Q8_0 or Q4_0 of [O, I]; if SILU of [2 O, I], the rows of gate, then those of up
-//   bias       [O] float32 from number BIAS_FIRST on, if BIAS; [2 O] if SILU
+//   bias       [O] float32 from number BIAS_FIRST on, if BIAS; [2 O] if SILU; with BIAS_PITCH that many of each row (lora_bias.cu)
 //   residual   [T, O] float32, if RESIDUAL; not with SILU. If RESIDUAL is GATE: out = silu(residual) * (the rest), for a gate whose weights
 //              have another format than those of up
 //   rows       [1] int32           number of rows of x, 0 to T; later rows of out are not touched
@@ -152,7 +152,7 @@ DEVICE void write(float *out, const Sums &total, const float *bias, const float 
         if (o >= O || row < 0) continue;
         float y = total[m][n][e];
         const u64 at = (u64)row * O + o;
-        const float *own_bias = bias + BIAS_FIRST + tile.expert * O + o;
+        const float *own_bias = bias + (u64)row * BIAS_PITCH + BIAS_FIRST + tile.expert * O + o;
         y = finished<BIAS, ACTIVATION, RESIDUAL>(y, own_bias, residual + at);
         if constexpr (SILU) y = gated(y, finished<BIAS, NO_ACTIVATION, 0>(total[m + OUT_WARP_O][n][e], own_bias + EXPERTS * O, nullptr));
         out[at] = y;

@@ -3,7 +3,7 @@
 //   out        [T, O] float32      does not alias residual
 //   prepared   x as quantize_input.cu lays it out for WEIGHT with CORES
 //   weight     tiles of WEIGHT = BF16 or F16 of [O, I]; if SILU of [2 O, I], the rows of gate, then those of up
-//   bias       [O] float32, if BIAS; [2 O] if SILU
+//   bias       [O] float32, if BIAS; [2 O] if SILU; with BIAS_PITCH that many of each row (lora_bias.cu)
 //   residual   [T, O] float32, if RESIDUAL; not with SILU
 //   rows       [1] int32           number of rows of x, 0 to T; later rows of out are not touched
 //
@@ -194,8 +194,9 @@ DEVICE void write(float *out, const Sums &total, const float4 *ups, const float 
       const int o = out_tile(tile, warp) * 16 + lane / 4 + e / 2 * 8, token = tile.token_block * TILE_T + n * 8 + lane % 4 * 2 + e % 2;
       if (o >= O || token >= count) continue;
       const u64 at = (u64)token * O + o;
-      float y = finished<BIAS, ACTIVATION, RESIDUAL>(total[n][e], bias + o, residual + at);
-      if constexpr (SILU) y = silu(y) * finished<BIAS, NO_ACTIVATION, 0>(up[e], bias + O + o, nullptr);
+      const float *own = bias + (u64)token * BIAS_PITCH + o;
+      float y = finished<BIAS, ACTIVATION, RESIDUAL>(total[n][e], own, residual + at);
+      if constexpr (SILU) y = silu(y) * finished<BIAS, NO_ACTIVATION, 0>(up[e], own + O, nullptr);
       out[at] = y;
     }
   }

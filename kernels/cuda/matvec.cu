@@ -3,7 +3,7 @@
 //   out       [T, O] float32   does not alias x or residual
 //   x         [T, I] float32
 //   weight    tiles (product.cuh) of WEIGHT = BF16, F16, Q8_0 or Q4_0, O rounded up to a multiple of 16
-//   bias      [O] float32, if BIAS
+//   bias      [O] float32, if BIAS; with BIAS_PITCH = O [T, O], a row's own (lora_bias.cu)
 //   residual  [T, O] float32, if RESIDUAL
 //   rows      [1] int32        number of rows of x, 0 to T = TOKENS; later rows of out are not touched
 //
@@ -115,7 +115,7 @@ DEVICE void read_addends(Addends &addends, int unit, const float *bias, const fl
   for (int i = 0; i < RESULTS; i++) {
     int token, o;
     if (!result_at(i, unit, TOKENS, token, o)) continue;
-    if (BIAS) addends.bias[i] = bias[o];
+    if (BIAS) addends.bias[i] = bias[(s64)token * BIAS_PITCH + o];
     if (RESIDUAL) addends.residual[i] = residual[(s64)token * O + o];
   }
 }

@@ -4,7 +4,7 @@
 //   x         [T, E] float32
 //   norm      [E] float32      RMS norm's weights; EPS is inside the root
 //   weight    tiles (product.cuh) of WEIGHT, [2 F, E]: the rows of gate, then those of up
-//   bias      [2 F] float32, gate's first, if BIAS
+//   bias      [2 F] float32, gate's first, if BIAS; with BIAS_PITCH = 2 F [T, 2 F], a row's own (lora_bias.cu)
 //   rows      [1] int32        number of rows of x, 0 to T = TOKENS; later rows of out are not touched
 //
 // E % 32 == 0, F % 16 == 0. The norm in the order of norm.cuh, products in that of product.cuh. silu(a) = a / (1 + e^-a).
@@ -72,7 +72,8 @@ DEVICE void finish_unit(float *out, const float *sums, const float *bias, int un
     if (f >= F) continue;
     const int pair = e % OUTPUTS / 16;
     float gate = sum_of_pieces(sums, 2 * pair, token, f % 16), up = sum_of_pieces(sums, 2 * pair + 1, token, f % 16);
-    if (BIAS) gate = gate + bias[f], up = up + bias[F + f];
+    const float *own = bias + (s64)token * BIAS_PITCH + f;
+    if (BIAS) gate = gate + own[0], up = up + own[F];
     out[(s64)token * F + f] = silu(gate) * up;
   }
 }

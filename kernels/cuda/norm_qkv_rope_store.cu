@@ -8,7 +8,7 @@
 //   norm         [E] float32     RMS norm's weights; EPS is inside the root
 //   weight       tiles (product.cuh) of WEIGHT, [MAIN D, E]: the first MAIN heads of those of q, of k, and of v; MAIN is H + 2 K unless given
 //   second, third   if MAIN < H + 2 K: products of the other heads, whose weights have another format (heads.cuh)
-//   bias         [(H + 2 K) D] float32, if BIAS
+//   bias         [(H + 2 K) D] float32, if BIAS; with BIAS_PITCH = (H + 2 K) D [T, (H + 2 K) D], a row's own (lora_bias.cu)
 //   q_norm, k_norm  [D] float32, if QK_NORM                      RMS norm of every head of q and k, with QK_EPS, before the rotation
 //   angles       [T, R] float32, if R > 0                        R / 2 cosines, then R / 2 sines
 //   slots        [T] int32                                       block * S + offset: where a row's k and v go; no two are equal,
@@ -60,6 +60,8 @@ struct Heads {
   cache_number *keys;
   const float *bias, *q_norm, *k_norm, *angles;
   const int *slots;
+
+  __device__ __forceinline__ const float *bias_of(int token, int head) const { return bias + (s64)token * BIAS_PITCH + head * D; }
 };
 
 // What a thread needs after the product: read before it, because the product takes longer.
@@ -129,7 +131,7 @@ DEVICE void finish_row(const Heads &heads, float *y, int token, int head) {
 DEVICE void finish_other_head(const Heads &heads, const OtherHeads &others, float *y, int head, int count) {
   for (int token = threadIdx.x / 32; token < count; token += WARPS) {
     const float *product = product_of(others, token, head);
-    for (int d = lane_of(); d < D; d += 32) y[token * D + d] = BIAS ? product[d] + heads.bias[head * D + d] : product[d];
+    for (int d = lane_of(); d < D; d += 32) y[token * D + d] = BIAS ? product[d] + heads.bias_of(token, head)[d] : product[d];
     __syncwarp();
     finish_row(heads, y + token * D, token, head);
   }
@@ -146,7 +148,7 @@ DEVICE void read_operands(Operands &operands, const Heads &heads, int unit) {
   for (int i = 0; i < RESULTS; i++) {
     const int e = i * THREADS + threadIdx.x, token = e / 16, d = first + e % 16;
     if (token >= TOKENS) continue;
-    if (BIAS) operands.bias[i] = make_float2(heads.bias[head * D + d], heads.bias[head * D + d + D / 2]);
+    if (BIAS) operands.bias[i] = make_float2(heads.bias_of(token, head)[d], heads.bias_of(token, head)[d + D / 2]);
     if (R > 0 && head < H + K) operands.angle[i] = make_float2(heads.angles[token * R + d], heads.angles[token * R + d + R / 2]);
     if (head >= H) operands.slot[i] = heads.slots[token];
   }
@@ -176,7 +178,7 @@ DEVICE void finish_unit(const Heads &heads, const Operands &, const float *sums,
   for (int e = threadIdx.x; e < D * count; e += THREADS) {
     const int token = e / D, d = e % D;
     const float sum = sum_of_pieces(sums, d / 16, token, d % 16);
-    y[e] = BIAS ? sum + heads.bias[head * D + d] : sum;
+    y[e] = BIAS ? sum + heads.bias_of(token, head)[d] : sum;
   }
   __syncthreads();
   for (int token = threadIdx.x / 32; token < count; token += WARPS) finish_row(heads, y + token * D, token, head);

@@ -6,7 +6,7 @@
 //   y            [T, (H + 2 K) D] float32                        a product's outputs: the heads of q, those of k, those of v
 //   second, third                                                if MAIN < H + 2 K: y has the first MAIN heads only, and these the others,
 //                                                                from products of other matrices (heads.cuh); `third` only if needed
-//   bias         [(H + 2 K) D] float32, if BIAS
+//   bias         [(H + 2 K) D] float32, if BIAS; with BIAS_PITCH = (H + 2 K) D [T, (H + 2 K) D], a row's own (lora_bias.cu)
 //   q_norm, k_norm  [D] float32, if QK_NORM                      RMS norm of every head of q and k, with QK_EPS, before the rotation
 //   angles       [T, R] float32, if R > 0                        R / 2 cosines, then R / 2 sines
 //   slots        [T] int32                                       block * S + offset: where a row's k and v go; no two are equal,
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rope_store(float *q, cache
   for (int d = lane; d < D; d += 32) {
     features[d] = product[d];
 #if BIAS
-    features[d] += bias[head * D + d];
+    features[d] += bias[(u64)row * BIAS_PITCH + head * D + d];
 #endif
   }
   __syncwarp();

@@ -8,7 +8,8 @@
 //   row_index  [T] int32, if GATHER: token t is row row_index[t] of x
 //   weight     [O, I] as stored in a file, in a format of weights.h; with SILU two such, gate's and up's;
 //              with MATRICES = 3 three, of outputs 0 .. O1 - 1, O1 .. O2 - 1 and O2 .. O - 1, such as those of q, k and v
-//   bias       [O] float32, if BIAS; with SILU two such. Not with three matrices
+//   bias       [O] float32, if BIAS; with SILU two such. Not with three matrices. With BIAS_PITCH they are one array with that many numbers
+//              of each row, of gate before those of up (lora_bias.metal)
 //   residual   [T, O] float32, if RESIDUAL; not with SILU
 //   rows       [1] int32           number of valid rows, 0 to T; the rows of out from there on are not written
 //
@@ -76,7 +77,7 @@ INLINE void write_inverse(threadgroup float *inverses, float squares, int thread
     if (first_token + t >= count || o >= O) continue;
     const ulong at = (ulong)(first_token + t) * O + o;
     threadgroup const float *result = tile + t * OUT_PITCH + e % OUTPUTS;
-    out[at] = output_of(result[0], SILU ? result[OUTPUTS] : 0.0f, NORM ? inverses[t] : 1.0f, epilogue, o, at);
+    out[at] = output_of(result[0], SILU ? result[OUTPUTS] : 0.0f, NORM ? inverses[t] : 1.0f, epilogue, first_token + t, o, at);
   }
 }
 

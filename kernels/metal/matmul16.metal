@@ -255,6 +255,6 @@ INLINE void write_outputs(device float *out, thread const Sums &sums, threadgrou
     if (token >= count || o >= O) continue;
     const ulong at = (ulong)token * O + o;
     const float up = SILU ? sums.of[r + FRAGMENTS - OUTPUTS][half_of][i % 2] : 0.0f;
-    out[at] = output_of(sums.of[r][half_of][i % 2], up, NORM ? inverses[token] : 1.0f, epilogue, o, at);
+    out[at] = output_of(sums.of[r][half_of][i % 2], up, NORM ? inverses[token] : 1.0f, epilogue, token, o, at);
   }
 }

@@ -3,7 +3,7 @@
 //   out       [T, O] float32   does not alias x or residual
 //   x         [T, I] float32
 //   weight    [O, I] as stored in a file, in a format of weights.h
-//   bias      [O] float32, if BIAS
+//   bias      [O] float32, if BIAS; with BIAS_PITCH = O [T, O], a row's own (lora_bias.metal)
 //   residual  [T, O] float32, if RESIDUAL
 //   rows      [1] int32        number of valid rows of x, 0 to T = TOKENS; the rows of out from there on are not written
 //
@@ -27,10 +27,10 @@
 
 #if BIAS
 #define BIAS_ARGUMENT device const float *bias,
-#define WITH_BIAS(y, o) ((y) + bias[o])
+#define WITH_BIAS(y, at) ((y) + bias[at])
 #else
 #define BIAS_ARGUMENT
-#define WITH_BIAS(y, o) (y)
+#define WITH_BIAS(y, at) (y)
 #endif
 #if RESIDUAL
 #define RESIDUAL_ARGUMENT device const float *residual,
@@ -64,7 +64,7 @@
     const int t = (first + i) / ROWS, token = team * PART + t, o = o0 + (first + i) % ROWS;
     if (t >= PART || token >= count || o >= O) continue;
     const ulong at = (ulong)row_of_out(task, token) * O + o;
-    float y = WITH_BIAS(sums.of[i], task.expert * O + o);
+    float y = WITH_BIAS(sums.of[i], (ulong)token * BIAS_PITCH + task.expert * O + o);
     if (ACTIVATION == GELU) y = gelu(y);
     out[at] = WITH_RESIDUAL(y, at);
   }

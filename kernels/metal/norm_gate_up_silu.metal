@@ -5,7 +5,7 @@
 //   x            [T, E] float32
 //   norm         [E] float32      weights of the RMS norm; EPS inside the root
 //   weight_gate, weight_up  [F, E] each, as stored in a file, in a format of weights.h
-//   bias_gate, bias_up      [F] float32 each, if BIAS
+//   bias_gate, bias_up      [F] float32 each, if BIAS; with BIAS_PITCH = 2 F both are one [T, 2 F], a row's own (lora_bias.metal)
 //
 // HALF: BOTH. Or GATE, which writes gate to out, and then UP, which reads gate there: for matrices in two formats. They take weight_gate and
 // bias_gate only, or weight_up and bias_up; their bits are those of BOTH.
@@ -47,6 +47,7 @@
 #else
 #define BIAS_ARGUMENTS
 #endif
+#define UP_FIRST (BIAS_PITCH ? F : 0)  // of up's biases
 
 [[max_total_threads_per_threadgroup(32 * SIMDS)]] kernel void norm_gate_up_silu(device float *out, device const float *x,
                                                                                 device const float *norm,
@@ -84,12 +85,13 @@
     device float *to = out + (ulong)row_of_out(task, token) * F + f;
     float y = sums.of[i];
 #if BIAS
-    y += bias[task.expert * F + f];
+    const ulong own = (ulong)token * BIAS_PITCH + task.expert * F + f;
+    y += bias[HALF == UP ? own + UP_FIRST : own];
 #endif
 #if HALF == BOTH
     float up = sums.of[COUNT + i];
 #if BIAS
-    up += bias_up[task.expert * F + f];
+    up += bias_up[own + UP_FIRST];
 #endif
     *to = gated(y, up);
 #else

@@ -112,7 +112,7 @@ INLINE void compute_head(Heads to, Rows rows, Matrices matrices, threadgroup flo
   const int team = simd % TEAMS;
   if (head >= MAIN) {
     for (int i = simd * LANES + lane; i < rows.count * D; i += SIMDS * LANES)
-      y[i] = product_at(to, i / D, head, i % D) + bias_at(to, head, i % D);
+      y[i] = product_at(to, i / D, head, i % D) + bias_at(to, i / D, head, i % D);
   }
   for (int d0 = 0; d0 < D && head < MAIN; d0 += GROUPS * ROWS) {
     const int first_row = d0 + simd / TEAMS * ROWS;
@@ -126,7 +126,7 @@ INLINE void compute_head(Heads to, Rows rows, Matrices matrices, threadgroup flo
 #pragma unroll
     for (int i = 0; i < RESULTS; i++) {
       const int t = (first + i) / ROWS, token = team * PART + t, d = first_row + (first + i) % ROWS;
-      if (writes && t < PART && token < rows.count && d < D) y[token * D + d] = sums.of[i] + bias_at(to, head, d);
+      if (writes && t < PART && token < rows.count && d < D) y[token * D + d] = sums.of[i] + bias_at(to, token, head, d);
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -135,7 +135,7 @@ INLINE void compute_head(Heads to, Rows rows, Matrices matrices, threadgroup flo
 #else
 // Features d and d + D / 2 of a head, from their products.
 INLINE void finish_pair(Heads to, int token, int head, int d, float2 products) {
-  float2 both = float2(products.x + bias_at(to, head, d), products.y + bias_at(to, head, d + D / 2));
+  float2 both = float2(products.x + bias_at(to, token, head, d), products.y + bias_at(to, token, head, d + D / 2));
   if (R > 0 && head < H + K) both = rotated(both.x, both.y, to.angles[token * R + d], to.angles[token * R + d + R / 2]);
   write_feature(to, token, head, d, both.x);
   write_feature(to, token, head, d + D / 2, both.y);

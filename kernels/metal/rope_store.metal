@@ -34,7 +34,7 @@
   SET_ANGLES(to);
   threadgroup float *own = heads + simd * D;
   for (int d = lane; d < D; d += 32)
-    own[d] = (head < MAIN ? y[((ulong)row * MAIN + head) * D + d] : product_at(to, row, head, d)) + bias_at(to, head, d);
+    own[d] = (head < MAIN ? y[((ulong)row * MAIN + head) * D + d] : product_at(to, row, head, d)) + bias_at(to, row, head, d);
   simdgroup_barrier(mem_flags::mem_threadgroup);
   finish_head(own, lane, row, head, to);
 }

@@ -21,7 +21,7 @@ from tinyvllm.quant.formats import Layout
 SHARED = 99 << 10  # bytes that a block of threads has on the pretended GPU
 KINDS = ("CPU", "CUDA", "METAL")
 LAYOUTS = {"CPU": Layout.PANELS, "CUDA": Layout.TILES, "METAL": Layout.ROWS}
-CPU_ONLY = ("lora_bias", "gated_delta")  # which have kernels on the CPU
+CPU_ONLY = ("gated_delta",)  # which have kernels on the CPU
 EXPERTS = ("norm_route", "experts_gate_up_silu", "experts_down")
 MATRICES = {"norm_qkv_rope_store": 3, "norm_gate_up_silu": 2, "experts_gate_up_silu": 2}
 

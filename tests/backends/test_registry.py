@@ -167,7 +167,6 @@ def test_every_op_of_a_backend_has_a_source(kind):
         "norm_route",
         "experts_gate_up_silu",
         "experts_down",
-        "lora_bias",
         "gated_delta",
     }
 

@@ -85,7 +85,7 @@ RIGHT += [
     Case("attention_decode", cache="BF16", head_dim=64, cap=True, sinks=True),
     Case("attention_prefill", cache="F16", head_dim=48, sinks=True),
 ]
-RIGHT += [Case("norm_route", "F32"), Case("experts_gate_up_silu", "Q4_K"), Case("experts_down", "BF16")]
+RIGHT += [Case("lora_bias"), Case("norm_route", "F32"), Case("experts_gate_up_silu", "Q4_K"), Case("experts_down", "BF16")]
 RIGHT += [*(pytest.param(case, marks=pytest.mark.long) for case in LONG)]
 
 

@@ -21,7 +21,6 @@ class ShapeFacts:
     matrices         matrices of a weight in rows
     norm             "RMS" or "LAYER", "" if there is none before the product
     gelu             the gate has GELU instead of SiLU
-    row_bias         each row has a bias of its own, as adapters make it
     output_norm, output_scale  the outputs are normed, or scaled, before the residual is added
     whole_qk_norm    the q/k norms are over all heads at once
     other_values     values are normed, are the keys, or are those of another layer
@@ -46,7 +45,6 @@ class ShapeFacts:
     matrices: int = 1
     norm: str = "RMS"
     gelu: bool = False
-    row_bias: bool = False
     output_norm: bool = False
     output_scale: bool = False
     whole_qk_norm: bool = False
@@ -175,7 +173,6 @@ plain_outputs = (without("output_norm", "a norm of the outputs"), without("outpu
 plain_logits = (without("scaled", "a divisor of the logits"), without("cap", "a cap of the logits"))
 silu_gate = without("gelu", "a gate with GELU")
 stored_values = without("latent", "values that are a part of the keys")
-one_bias = without("row_bias", "a bias of each row, which adapters make")
 grouped_rows = without("ungrouped", "experts that norm_route has not chosen")
 norm_by_head = without("whole_qk_norm", "norms of q and k over all heads at once")
 own_values = without("other_values", "values that are normed, that are the keys, or that another layer has")

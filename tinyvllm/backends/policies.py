@@ -64,9 +64,14 @@ def logits(divisor: float, cap: float) -> dict[str, Constant]:
     return ({} if divisor == 1.0 else {"DIVISOR": constant(divisor)}) | score_cap(cap)
 
 
-def row_bias(bias: Tensor | None) -> dict[str, Constant]:
-    """Of a product: the distance from a row's bias to the next one's, where each row has its own."""
-    return {} if bias is None or len(bias.shape) == 1 else {"BIAS_PITCH": int(bias.shape[1])}
+def bias_pitch(bias: Tensor | None) -> int:
+    """From a row's bias to the next one's, where each row has its own, as adapters make it; else 0."""
+    return 0 if bias is None or len(bias.shape) == 1 else int(bias.shape[1])
+
+
+def row_bias(pitch: int) -> dict[str, Constant]:
+    """Of a product: `bias_pitch`."""
+    return {"BIAS_PITCH": pitch} if pitch else {}
 
 
 def values(parts: int, norm: bool) -> dict[str, Constant]:

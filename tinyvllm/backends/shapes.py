@@ -7,7 +7,7 @@ from tinygrad import Tensor
 from tinyvllm.backends import policies
 from tinyvllm.backends.buffers import cache_format, constant
 from tinyvllm.backends.kernel import Constant
-from tinyvllm.backends.operands import QKV
+from tinyvllm.backends.operands import QKV, AdapterStack, NormWeights
 from tinyvllm.batch import PACKED_KV, Batch, KVLayout, LayerCache
 from tinyvllm.lazy_dataclass import dataclass
 
@@ -24,6 +24,7 @@ class Product:
     borders               where the outputs of the second and the third of three matrices start
     gate                  the residual is a gate: its silu multiplies the outputs
     bias_first            the first of the outputs' biases, if the bias is that of several matrices
+    bias_pitch            from a row's biases to the next row's, 0 where all rows have the same
     """
 
     format: str
@@ -40,11 +41,45 @@ class Product:
     borders: tuple[int, int] | None = None
     gate: bool = False
     bias_first: int = 0
+    bias_pitch: int = 0
 
     @property
     def rows(self) -> int:
         """Rows of the weight."""
         return self.O * (1 + self.silu)
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The products of x [T, I] with the low-rank matrices of each row's adapter, O outputs by up to R ranks: `AdapterStack`.
+
+    starts  the first output of each projection
+    eps     of the RMSNorm before the product, as C reads it; None if there is none
+    bias    is added to what adapters make
+    """
+
+    T: int
+    O: int
+    I: int
+    R: int
+    starts: tuple[int, ...] = (0,)
+    eps: str | None = None
+    bias: bool = False
+
+    @classmethod
+    def of(cls, x: Tensor, norm: NormWeights | None, stack: AdapterStack, bias: Tensor | None) -> LowRank:
+        (_, _, R, I), O = (int(d) for d in stack.a.shape), int(stack.b.shape[2])
+        return cls(int(x.shape[0]), O, I, R, stack.starts, None if norm is None else constant(norm.eps), bias is not None)
+
+    @property
+    def hidden(self) -> int:
+        """Numbers between the two matrices, of a row."""
+        return len(self.starts) * self.R
+
+    @property
+    def borders(self) -> dict[str, Constant]:
+        """Constants of kernels that must know an output's projection."""
+        return dict(zip(("SECOND", "THIRD"), self.starts[1:]))
 
 
 @dataclass(frozen=True)
@@ -61,20 +96,21 @@ class Heads:
     qk_norm: bool
     qk_eps: str
     others: tuple[int, ...] = ()  # heads of the second and the third matrix, where parts have several formats
+    bias_pitch: int = 0  # as of Product
 
     @classmethod
     def of(cls, outputs: int, qkv: QKV, angles: Tensor | None, cache: LayerCache) -> Heads:
         """The heads of a layer whose q, k and v together have `outputs` outputs."""
         K, S, D = cache.K, cache.S, cache.D
         R = 0 if angles is None else int(angles.shape[1])
-        norms = qkv.q_norm is not None
-        return cls(outputs // D - 2 * K, K, D, S, R, cache_format(cache), qkv.bias is not None, norms, constant(qkv.qk_eps))
+        H, norms, pitch = outputs // D - 2 * K, qkv.q_norm is not None, policies.bias_pitch(qkv.bias)
+        return cls(H, K, D, S, R, cache_format(cache), qkv.bias is not None, norms, constant(qkv.qk_eps), bias_pitch=pitch)
 
     @property
     def defines(self) -> dict[str, Constant]:
         return dict(
             H=self.H, K=self.K, D=self.D, S=self.S, R=self.R, CACHE_TYPE=self.cache, BIAS=int(self.bias), QK_NORM=int(self.qk_norm),
-            QK_EPS=self.qk_eps,
+            QK_EPS=self.qk_eps, **policies.row_bias(self.bias_pitch),
         )  # fmt: skip
 
     @property

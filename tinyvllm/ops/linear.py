@@ -12,9 +12,8 @@ from dataclasses import replace
 
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.operands import TensorWeight, Weight, matrices_of, packed_parts
-from tinyvllm.backends.registry import REFERENCE, choice_of, select
+from tinyvllm.backends.registry import select
 from tinyvllm.errors import KernelError
 from tinyvllm.ops.facts import product_facts
 from tinyvllm.ops.norm import Norm
@@ -28,9 +27,7 @@ __all__ = [
     "Weight",
     "add_output",
     "gate_up_silu",
-    "has_row_bias",
     "linear",
-    "only_row_bias",
     "product",
     "products",
     "rounded",
@@ -56,8 +53,7 @@ def linear(
         return _reduced(x, weight, weight.share, rows, bias, residual, gelu, norm, scale)
     if not isinstance(weight, TensorWeight):
         placement, shape = Placement.of(x.device), f"{weight.O}x{weight.I} {weight.format}"
-        facts = replace(product_facts(placement, weight), row_bias=has_row_bias(bias))
-        shape += " row biases" * facts.row_bias
+        facts = product_facts(placement, weight)
         if norm is not None or scale != 1.0:
             after = replace(facts, output_norm=norm is not None, output_scale=scale != 1.0)
             kernel = select("matmul", placement, f"{shape}{' normed' * after.output_norm}{' scaled' * after.output_scale}", after)
@@ -67,20 +63,9 @@ def linear(
         kernel = select("matmul", placement, shape, facts)
         if kernel is not None:
             return kernel.backend.matmul(kernel.variant, x, weight, rows, bias, residual, gelu, None, 1.0)
-    # where only the biases of rows have no kernel, the product has one
-    y = linear(x, weight, rows) if has_row_bias(bias) else product(x, weight)
+    y = product(x, weight)
     y = y if bias is None else y + bias.float()
     return add_output(residual, y.gelu() if gelu else y, norm, scale)
-
-
-def has_row_bias(bias: Tensor | None) -> bool:
-    """Whether each row has a bias of its own, as adapters make it (ops/lora.py)."""
-    return bias is not None and len(bias.shape) == 2
-
-
-def only_row_bias(stem: str, facts: ShapeFacts) -> bool:
-    """Whether the biases of rows alone keep an op from its kernel: then its products have theirs all the same."""
-    return facts.row_bias and choice_of(stem, "", replace(facts, row_bias=False)).variant != REFERENCE
 
 
 def _reduced(
@@ -141,11 +126,10 @@ def gate_up_silu(x: Tensor, norm: Norm | None, weight: Weight, rows: Tensor, bia
     if not isinstance(weight, TensorWeight):
         placement = Placement.of(x.device)
         shape, facts = f"{weight.I}->{F} {weight.format}{' gelu' * gelu}", product_facts(placement, weight, norm, outputs=F)
-        facts = replace(facts, gelu=gelu, row_bias=has_row_bias(bias))
-        kernel = select("norm_gate_up_silu", placement, shape + " row biases" * facts.row_bias, facts)
+        facts = replace(facts, gelu=gelu)
+        kernel = select("norm_gate_up_silu", placement, shape, facts)
         if kernel is not None:
             return kernel.backend.gate_up_silu(kernel.variant, x, norm, weight, rows, bias, gelu)
-        by_kernels = by_kernels or only_row_bias("norm_gate_up_silu", facts)
     y = products(x if norm is None else norm(x).contiguous(), weight, rows, bias, by_kernels)
     g, u = y[:, :F], y[:, F:]
     return (g.gelu() if gelu else g.silu()) * u

@@ -15,7 +15,7 @@ from tinyvllm.bridge import store_kv, store_latents, store_packed_kv
 from tinyvllm.errors import KernelError
 from tinyvllm.ops.facts import product_facts
 from tinyvllm.ops.kv_pack import packed_rows, queries_for
-from tinyvllm.ops.linear import has_row_bias, only_row_bias, products
+from tinyvllm.ops.linear import products
 from tinyvllm.ops.norm import Norm, rms_norm
 from tinyvllm.ops.rope import apply_rope
 from tinyvllm.placement import Placement
@@ -40,12 +40,11 @@ def norm_qkv_rope_store(
     if not isinstance(qkv.weight, TensorWeight):
         shape = f"{qkv.weight.I}->{qkv.weight.O} {qkv.weight.format}, D={D}"
         facts = product_facts(placement, qkv.weight, norm, head_dim=D, cache=cache)
-        facts = replace(facts, whole_qk_norm=whole, row_bias=has_row_bias(qkv.bias), other_values=qkv.parts < 3 or qkv.value_norm)
-        shape += " whole norms" * whole + " row biases" * facts.row_bias + " other values" * facts.other_values
+        facts = replace(facts, whole_qk_norm=whole, other_values=qkv.parts < 3 or qkv.value_norm)
+        shape += " whole norms" * whole + " other values" * facts.other_values
         kernel = select("norm_qkv_rope_store", placement, shape, facts)
         if kernel is not None and norm is not None:
             return kernel.backend.norm_qkv_rope_store(kernel.variant, x, norm, qkv, qkv.weight, angles, cache, batch)
-        by_kernels = by_kernels or only_row_bias("norm_qkv_rope_store", facts)
     # without the copy, tinygrad recomputes the norm for every output
     y = products(x if norm is None else norm(x).contiguous(), qkv.weight, batch.rows, qkv.bias, by_kernels)
     y, share = y.reshape(int(x.shape[0]), -1, D), _head_share(qkv.weight)

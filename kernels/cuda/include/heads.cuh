@@ -7,6 +7,7 @@
 #pragma once
 #include "formats.cuh"
 #include "packed_store.cuh"
+#include "params.h"
 
 #ifndef MAIN  // heads of the first matrix; the others' weights have another format, and their products are computed before
 #define MAIN (H + 2 * K)

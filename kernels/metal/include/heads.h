@@ -7,9 +7,12 @@
 // MAIN heads, all of them or those of q, or of q and k, are of one product. Where k or v has weights in another format, the SECOND heads after
 // them, and then the rest, come from products of launches of their own: `second` [T, SECOND, D], `third` [T, H + 2 K - MAIN - SECOND, D].
 //
+// With BIAS_PITCH the three biases are one array [T, (H + 2 K) D], a row's own (lora_bias.metal).
+//
 // A packed cache (packed_store.h) takes whole heads, and with rotated keys queries are rotated, too.
 #pragma once
 #include "packed_store.h"
+#include "params.h"
 
 static_assert(R % 2 == 0 && R <= D, "heads: R must be even and at most D");
 #define HEADS (H + 2 * K)
@@ -86,11 +89,14 @@ INLINE void write_feature(Heads to, int row, int head, int d, float value) {
 #endif
 }
 
-INLINE float bias_at(Heads to, int head, int d) {
-#if BIAS
+// -0 without BIAS, which changes no bit.
+INLINE float bias_at(Heads to, int row, int head, int d) {
+#if BIAS && BIAS_PITCH
+  return to.bias_q[(ulong)row * BIAS_PITCH + head * D + d];
+#elif BIAS
   return head < H ? to.bias_q[head * D + d] : head < H + K ? to.bias_k[(head - H) * D + d] : to.bias_v[(head - H - K) * D + d];
 #else
-  return 0.0f;
+  return -0.0f;
 #endif
 }
 

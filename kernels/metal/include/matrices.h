@@ -47,6 +47,7 @@ static_assert(!(GATED && (SILU || RESIDUAL || ACTIVATION)), "matrices: a gate is
 #else
 #define BIAS_POINTER nullptr
 #endif
+#define UP_FIRST (BIAS_PITCH ? O : 0)  // of up's biases
 #if RESIDUAL
 #define RESIDUAL_ARGUMENT device const float *residual,
 #define RESIDUAL_POINTER residual
@@ -77,14 +78,15 @@ struct Epilogue {  // what may be added to results
   epilogue.bias = BIAS_POINTER, epilogue.bias_1 = BIAS_1_POINTER; \
   epilogue.residual = RESIDUAL_POINTER, epilogue.gate = out
 
-// Output o from its sum, with SILU from gate's and up's; `at` is its index in out, where GATED finds the gate.
-INLINE float output_of(float sum, float sum_1, float inverse, Epilogue epilogue, int o, ulong at) {
+// Output o of a row from its sum, with SILU from gate's and up's; `at` is its index in out, where GATED finds the gate.
+INLINE float output_of(float sum, float sum_1, float inverse, Epilogue epilogue, int row, int o, ulong at) {
+  const ulong own = (ulong)row * BIAS_PITCH + o;
   float y = NORM ? sum * inverse : sum;
-  if (BIAS) y += epilogue.bias[o];
+  if (BIAS) y += epilogue.bias[own + (GATED ? UP_FIRST : 0)];
   if (ACTIVATION == GELU) y = gelu(y);
   if (SILU) {
     float up = NORM ? sum_1 * inverse : sum_1;
-    if (BIAS) up += epilogue.bias_1[o];
+    if (BIAS) up += epilogue.bias_1[own + UP_FIRST];
     y = silu(y) * up;
   }
   if (GATED) y = silu(epilogue.gate[at]) * y;

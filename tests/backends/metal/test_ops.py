@@ -8,7 +8,7 @@ import pytest
 
 from tinyvllm.backends.metal.call import MetalBackend
 
-SAME = ("embed", "norm_qkv_rope_store", "attention_decode", "attention_prefill", "matmul", "norm_head", "advance", "sample")
+SAME = ("embed", "norm_qkv_rope_store", "attention_decode", "attention_prefill", "matmul", "lora_bias", "norm_head", "advance", "sample")
 OPS = {**{stem: stem for stem in SAME}, "append_kv": "kv_append", "gate_up_silu": "norm_gate_up_silu", "copy_blocks": "kv_copy"}
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tests.formats import sampled_formats
+from tinyvllm.backends import low_rank
 from tinyvllm.backends.cuda import expert_plan
 from tinyvllm.backends.cuda import plan as records
 from tinyvllm.backends.cuda.expert_plan import Lists
 from tinyvllm.backends.cuda.plan import GPU
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.operands import GateClamp, RoutingPolicy
-from tinyvllm.backends.shapes import Attention, Heads, Product
+from tinyvllm.backends.shapes import Attention, Heads, LowRank, Product
 from tinyvllm.quant.formats import Layout
 
 GPUS = {"sm_80": GPU(108, 163 << 10, 164 << 10), "sm_90": GPU(132, 227 << 10, 228 << 10)}  # A100; H100 and H200
@@ -47,7 +48,15 @@ SINKS, CAPPED = Sizes(2880, 2880, 64, 8, 64, 201088), Sizes(2304, 9216, 8, 4, 25
 
 def samples(gpu: GPU, arch: str) -> dict[str, Kernel]:
     """Kernels for a GPU of an architecture by name; the first word of a name is the stem."""
-    return _few(gpu) | _many(gpu) | _experts(gpu) | (_hopper(gpu) if f"{arch}a" == records.HOPPER else {}) | _attention(gpu) | _tokens(gpu)
+    return (
+        _few(gpu)
+        | _many(gpu)
+        | _adapters(gpu)
+        | _experts(gpu)
+        | (_hopper(gpu) if f"{arch}a" == records.HOPPER else {})
+        | _attention(gpu)
+        | _tokens(gpu)
+    )
 
 
 def _few(gpu: GPU) -> dict[str, Kernel]:
@@ -85,6 +94,31 @@ def _many(gpu: GPU) -> dict[str, Kernel]:
     return found
 
 
+def _adapters(gpu: GPU) -> dict[str, Kernel]:
+    """Their own kernels, and those that take a bias of each row."""
+    found, O = {}, (LARGE.H + 2 * LARGE.K) * LARGE.D
+    for T, R in ((1, 16), (8, 64), (512, 16), (512, 64)):
+        for name, starts, eps in (("qkv", (0, LARGE.H * LARGE.D, (LARGE.H + LARGE.K) * LARGE.D), EPS), ("alone", (0,), None)):
+            p = LowRank(T, O, LARGE.E, R, starts, eps, eps is None)
+            found[f"lora_shrink {name} {R} of {T}"], found[f"lora_bias {name} {R} of {T}"] = low_rank.plan("cuda", VARIANT, p)
+    for T in (1, 8):
+        product = Product("Q4_K", T, LARGE.E, LARGE.F, bias=True, residual=True, bias_pitch=LARGE.E)
+        found[f"matvec of {T} with biases of rows"] = records.matvec(VARIANT, product, gpu)
+        shape = VARIANT, "BF16", T, LARGE.E, LARGE.F, gpu, EPS, True, 2 * LARGE.F
+        found[f"norm_gate_up_silu of {T} with biases of rows"] = records.norm_gate_up_silu(*shape)
+        for sizes in (LARGE, QWEN):
+            heads = replace(sizes.heads("BF16"), bias=True, bias_pitch=(sizes.H + 2 * sizes.K) * sizes.D)
+            kernel = records.norm_qkv_rope_store(VARIANT, "BF16", T, sizes.E, heads, gpu, EPS)
+            found[f"norm_qkv_rope_store {sizes.E} of {T} with biases of rows"] = kernel
+    found["rope_store with biases of rows"] = records.rope_store(VARIANT, 128, heads)
+    for T, format in ((16, "BF16"), (512, "BF16"), (4096, "BF16"), (64, "Q6_K"), (4096, "Q6_K")):
+        product = Product(format, T, LARGE.E, LARGE.F, bias=True, residual=True, bias_pitch=LARGE.E)
+        found[f"matmul {format} of {T} with biases of rows"] = records.matmul(VARIANT, product, gpu)[0]
+        both = Product(format, T, LARGE.F, LARGE.E, bias=True, silu=True, bias_pitch=2 * LARGE.F)
+        found[f"matmul {format} of {T} with silu and biases of rows"] = records.matmul(VARIANT, both, gpu)[0]
+    return found
+
+
 def _experts(gpu: GPU) -> dict[str, Kernel]:
     """Of Qwen3 30B A3B, gpt-oss 20B and DeepSeek-V3."""
     usual, clamped = RoutingPolicy(128, 8, True), RoutingPolicy(32, 4, True, bias="logits")
@@ -117,6 +151,8 @@ def _hopper(gpu: GPU) -> dict[str, Kernel]:
     variant = records.HOPPER
     found = {"matmul_hopper BF16": records.matmul_hopper(variant, Product("BF16", 4096, LARGE.E, LARGE.F, residual=True), gpu)}
     found["matmul_hopper F16 with silu"] = records.matmul_hopper(variant, Product("F16", 2048, LARGE.F, LARGE.E, silu=True), gpu)
+    both = Product("BF16", 2048, LARGE.F, LARGE.E, bias=True, silu=True, bias_pitch=2 * LARGE.F)
+    found["matmul_hopper BF16 with biases of rows"] = records.matmul_hopper(variant, both, gpu)
     found["quantize_input for hopper"] = records.quantize_input(VARIANT, "BF16", 256, LARGE.E, EPS, cores=True)
     return found
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tinyvllm.backends import low_rank
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import expert_plan
 from tinyvllm.backends.metal import plan as records
 from tinyvllm.backends.metal.expert_plan import Lists
 from tinyvllm.backends.operands import GateClamp, RoutingPolicy
-from tinyvllm.backends.shapes import Attention, Heads, Product
+from tinyvllm.backends.shapes import Attention, Heads, LowRank, Product
 from tinyvllm.quant.formats import GROUPED, Layout, packed_in
 from tinyvllm.quant.kv import KV_FORMATS
 
@@ -48,7 +49,7 @@ OSS = Sizes(2880, 2880, 64, 8, 64, 201088)  # gpt-oss
 
 def samples() -> dict[str, Kernel]:
     """Kernels by name, of which the first word is the stem."""
-    return _few() | _many() | _experts() | _attention() | _tokens()
+    return _few() | _many() | _adapters() | _experts() | _attention() | _tokens()
 
 
 def _few() -> dict[str, Kernel]:
@@ -102,6 +103,34 @@ def _many() -> dict[str, Kernel]:
     for cache in ("F32", "F16", "BF16", *KV_FORMATS):
         found[f"rope_store {cache}"] = records.rope_store(VARIANT, 128, (QWEN if cache == "F16" else SMALL).heads(cache))
     found["argmax"], found["argmax_merge"], _ = records.argmax(VARIANT, 16, SMALL.V)
+    return found
+
+
+def _adapters() -> dict[str, Kernel]:
+    """Their own kernels, and those that take a bias of each row."""
+    found, O = {}, (LARGE.H + 2 * LARGE.K) * LARGE.D
+    for T, R in ((1, 16), (512, 64)):
+        for name, starts, eps in (("qkv", (0, LARGE.H * LARGE.D, (LARGE.H + LARGE.K) * LARGE.D), EPS), ("alone", (0,), None)):
+            p = LowRank(T, O, LARGE.E, R, starts, eps, eps is None)
+            found[f"lora_shrink {name} of {T}"], found[f"lora_bias {name} of {T}"] = low_rank.plan("metal", VARIANT, p)
+    for T in (1, 16, 64):
+        product = Product("Q4_K", T, LARGE.E, LARGE.F, bias=True, residual=True, bias_pitch=LARGE.E)
+        both = Product("Q4_K", T, LARGE.F, LARGE.E, bias=True, silu=True, eps=EPS, bias_pitch=2 * LARGE.F)
+        if T > records.FEW:
+            found["matmul with biases of rows"], found["matmul with silu and biases of rows"] = (
+                records.matmul(VARIANT, each) for each in (product, both)
+            )
+            continue
+        found[f"matvec of {T} with biases of rows"] = records.matvec(VARIANT, product)
+        shape, pitch = (VARIANT, "Q4_K", T, LARGE.E, LARGE.F, EPS, True), 2 * LARGE.F
+        found[f"norm_gate_up_silu of {T} with biases of rows"] = records.norm_gate_up_silu(*shape, bias_pitch=pitch)
+        for sizes in (LARGE, QWEN):
+            heads = replace(sizes.heads("BF16", True), bias_pitch=(sizes.H + 2 * sizes.K) * sizes.D)
+            kernel = records.norm_qkv_rope_store(VARIANT, "BF16", T, sizes.E, heads, EPS)
+            found[f"norm_qkv_rope_store {sizes.E} of {T} with biases of rows"] = kernel
+    found["norm_gate_up_silu UP with biases of rows"] = records.norm_gate_up_silu(*shape, half="UP", bias_pitch=pitch)
+    found["matmul16 with biases of rows"] = records.matmul16(records.MATRIX, replace(both, T=16))
+    found["rope_store with biases of rows"] = records.rope_store(VARIANT, 128, heads)
     return found
 
 

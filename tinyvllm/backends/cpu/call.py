@@ -21,7 +21,7 @@ from tinyvllm.backends.cpu.variants import NEEDS, best_variant, cpu_variants
 from tinyvllm.backends.kernel import Constant, Kernel
 from tinyvllm.backends.limits import ShapeFacts, first_reason
 from tinyvllm.backends.operands import QKV, AdapterStack, DrawInputs, History, KernelTable, KernelWeight, NormWeights, packed, packed_parts
-from tinyvllm.backends.shapes import Attention
+from tinyvllm.backends.shapes import Attention, LowRank
 from tinyvllm.batch import NO_SLOT, Batch, LayerCache
 from tinyvllm.bridge import (
     defer_frees,
@@ -110,8 +110,8 @@ class CpuBackend(ExpertKernels, StateKernels):
             panel_bytes(main.format, main.O, E) + 4 * T * (E + H * D),
             E=E, H=H, K=K, D=D, S=S, R=R, MAIN=main.O // D, SECOND=others[0].O // D if others else 0, WEIGHT=main.format,
             CACHE_TYPE=cache_format(cache), NORM=norm.kind, BIAS=int(qkv.bias is not None), QK_NORM=int(qkv.q_norm is not None),
-            EPS=constant(norm.eps), QK_EPS=constant(qkv.qk_eps), **policies.row_bias(qkv.bias), **policies.ranks(cache.ranks),
-            **policies.values(qkv.parts, qkv.value_norm),
+            EPS=constant(norm.eps), QK_EPS=constant(qkv.qk_eps), **policies.row_bias(policies.bias_pitch(qkv.bias)),
+            **policies.ranks(cache.ranks), **policies.values(qkv.parts, qkv.value_norm),
         )  # fmt: skip
         written = [cache.keys, cache.values] if qkv.parts > 1 else [empty(x, 1), empty(x, 1)]
         q, keys, values, _ = launch(kernel, [empty(x, T, H, D), *written, scratch(x, prepared_bytes(main.format, T, E))], ins)
@@ -177,7 +177,8 @@ class CpuBackend(ExpertKernels, StateKernels):
         kernel = Kernel.cpu(
             "matmul", variant, 2, len(ins), 2 * T * O * I, panel_bytes(weight.format, O, weight.I) + 4 * T * (O + I),
             O=O, I=I, WEIGHT=weight.format, BIAS=int(bias is not None), RESIDUAL=int(residual is not None), ACTIVATION=int(gelu),
-            **policies.row_bias(bias), **policies.output_norm(output_norm), **policies.output_scale(output_scale), **policies.slices(share),
+            **policies.row_bias(policies.bias_pitch(bias)), **policies.output_norm(output_norm), **policies.output_scale(output_scale),
+            **policies.slices(share),
         )  # fmt: skip
         outs = [empty(x, T, O), scratch(x, prepared_bytes(weight.format, T, I))]
         return launch(kernel, outs, ins)[0]
@@ -185,15 +186,15 @@ class CpuBackend(ExpertKernels, StateKernels):
     def lora_bias(
         self, variant: str, x: Tensor, norm: NormWeights | None, stack: AdapterStack, bias: Tensor | None, adapters: Tensor, rows: Tensor
     ) -> Tensor:
-        (_, P, R, E), (_, _, O), T = (int(d) for d in stack.a.shape), (int(d) for d in stack.b.shape), int(x.shape[0])
-        before: dict[str, Constant] = {"NORM": "NO_NORM"} if norm is None else {"EPS": constant(norm.eps)}
+        p = LowRank.of(x, norm, stack, bias)
+        before: dict[str, Constant] = {"NORM": "NO_NORM"} if p.eps is None else {"EPS": p.eps}
         ins = [x, *present(None if norm is None else norm.weight), stack.a, stack.b, stack.ranks, *present(bias), adapters, rows]
-        starts = dict(zip(("SECOND", "THIRD"), stack.starts[1:]))
+        numbers = p.hidden * p.I + p.R * p.O  # of an adapter
         kernel = Kernel.cpu(
-            "lora_bias", variant, 2, len(ins), 2 * T * R * (P * E + O), 4 * (R * (P * E + O) + T * (E + O)),
-            E=E, O=O, R=R, PARTS=P, BIAS=int(bias is not None), **starts, **before,
+            "lora_bias", variant, 2, len(ins), 2 * p.T * numbers, 4 * (numbers + p.T * (p.I + p.O)),
+            E=p.I, O=p.O, R=p.R, PARTS=len(p.starts), BIAS=int(p.bias), **p.borders, **before,
         )  # fmt: skip
-        return launch(kernel, [empty(x, T, O), scratch(x, 4 * T * (E + P * R))], ins)[0]
+        return launch(kernel, [empty(x, p.T, p.O), scratch(x, 4 * p.T * (p.I + p.hidden))], ins)[0]
 
     def all_reduce(
         self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None,
@@ -239,7 +240,7 @@ class CpuBackend(ExpertKernels, StateKernels):
             kernel = Kernel.cpu(
                 "norm_gate_up_silu", variant, 2, len(ins), 2 * T * part.O * E, panel_bytes(part.format, part.O, E) + 4 * T * (E + F),
                 E=E, F=F, WEIGHT=part.format, HALF=half, BIAS=int(bias is not None), **before, **policies.gate(gelu),
-                **policies.row_bias(bias),
+                **policies.row_bias(policies.bias_pitch(bias)),
             )  # fmt: skip
             out, _ = launch(kernel, [out, scratch(x, prepared_bytes(part.format, T, E))], ins)
         return out

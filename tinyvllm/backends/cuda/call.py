@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from tinygrad import Tensor
 
+from tinyvllm.backends import low_rank
 from tinyvllm.backends.buffers import cache_format, constant, empty, integers, present, scratch
 from tinyvllm.backends.cuda import plan
 from tinyvllm.backends.cuda.bandwidth import gpu_read_bandwidth
@@ -23,9 +24,9 @@ from tinyvllm.backends.cuda.limits import LIMITS
 from tinyvllm.backends.cuda.packing import pack_rows
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.limits import ShapeFacts, first_reason
-from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, packed, packed_parts
+from tinyvllm.backends.operands import QKV, AdapterStack, DrawInputs, History, KernelTable, KernelWeight, NormWeights, packed, packed_parts
+from tinyvllm.backends.policies import bias_pitch
 from tinyvllm.backends.shapes import Attention, Heads, Product
-from tinyvllm.backends.without_adapters import WithoutAdapters
 from tinyvllm.backends.without_ranks import WithoutRanks
 from tinyvllm.backends.without_states import WithoutStates
 from tinyvllm.batch import Batch, LayerCache
@@ -50,7 +51,7 @@ OLDEST = {plan.BASE: 80}
 PRODUCTS = ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head")
 
 
-class CudaBackend(ExpertKernels, WithoutAdapters, WithoutRanks, WithoutStates):
+class CudaBackend(ExpertKernels, WithoutRanks, WithoutStates):
     """Kernels for NVIDIA GPUs of compute capability 8.0 and later."""
 
     name = "cuda"
@@ -165,12 +166,19 @@ class CudaBackend(ExpertKernels, WithoutAdapters, WithoutRanks, WithoutStates):
     ) -> Tensor:  # fmt: skip
         weight = packed(weight)
         T, O, gpu = int(x.shape[0]), weight.O, gpu_at(x)
-        product = Product(weight.format, T, O, weight.I, bias=bias is not None, residual=residual is not None, gelu=gelu)
+        product = Product(
+            weight.format, T, O, weight.I, bias=bias is not None, residual=residual is not None, gelu=gelu, bias_pitch=bias_pitch(bias)
+        )
         if T <= plan.FEW:
             kernel = plan.matvec(plan.BASE, product, gpu)
             if fits(kernel, gpu):
                 return launch(kernel, [empty(x, T, O)], [x, weight.tensor, *present(bias, residual), rows])[0]
         return _multiplied(variant, _prepared(variant, x, weight, rows), weight, rows, product, bias, residual)
+
+    def lora_bias(
+        self, variant: str, x: Tensor, norm: NormWeights | None, stack: AdapterStack, bias: Tensor | None, adapters: Tensor, rows: Tensor
+    ) -> Tensor:
+        return low_rank.lora_bias(launch, self.name, variant, x, norm, stack, bias, adapters, rows)
 
     def gate_up_silu(
         self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, rows: Tensor, bias: Tensor | None, gelu: bool = False
@@ -181,10 +189,12 @@ class CudaBackend(ExpertKernels, WithoutAdapters, WithoutRanks, WithoutStates):
         weight = packed(weight)
         T, F, gpu = int(x.shape[0]), weight.O // 2, gpu_at(x)
         if T <= plan.FEW:
-            kernel = plan.norm_gate_up_silu(plan.BASE, weight.format, T, weight.I, F, gpu, constant(norm.eps), bias is not None)
+            kernel = plan.norm_gate_up_silu(
+                plan.BASE, weight.format, T, weight.I, F, gpu, constant(norm.eps), bias is not None, bias_pitch(bias)
+            )
             if fits(kernel, gpu):
                 return launch(kernel, [empty(x, T, F)], [x, norm.weight, weight.tensor, *present(bias), rows])[0]
-        product = Product(weight.format, T, F, weight.I, bias=bias is not None, silu=True)
+        product = Product(weight.format, T, F, weight.I, bias=bias is not None, silu=True, bias_pitch=bias_pitch(bias))
         return _multiplied(variant, _prepared(variant, x, weight, rows, norm), weight, rows, product, bias)
 
     def _mixed_gate_up(self, variant: str, x: Tensor, norm: NormWeights, weight: MixedWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
@@ -192,7 +202,8 @@ class CudaBackend(ExpertKernels, WithoutAdapters, WithoutRanks, WithoutStates):
         out: Tensor | None = None
         for i, part in enumerate(weight.parts):
             product = Product(
-                part.format, int(x.shape[0]), part.O, part.I, bias=bias is not None, residual=i > 0, gate=i > 0, bias_first=i * part.O
+                part.format, int(x.shape[0]), part.O, part.I, bias=bias is not None, residual=i > 0, gate=i > 0, bias_first=i * part.O,
+                bias_pitch=bias_pitch(bias),
             )  # fmt: skip
             out = _multiplied(plan.BASE, _prepared(plan.BASE, x, part, rows, norm), part, rows, product, bias, out)
         assert out is not None

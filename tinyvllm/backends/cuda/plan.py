@@ -10,6 +10,7 @@ import functools
 from dataclasses import replace
 
 from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.policies import row_bias
 from tinyvllm.backends.shapes import Attention, Heads, Product, cached_bytes
 from tinyvllm.batch import NO_SLOT, PACKED_KV
 from tinyvllm.integers import ceil_div, round_up
@@ -88,11 +89,13 @@ def matvec(variant: str, p: Product, gpu: GPU) -> Kernel:
         "matvec", variant, 1, 3 + p.bias + p.residual, (grid, 1, 1), 32 * warps, shared,
         2 * T * O * I, panel_bytes(p.format, O, I) + 4 * T * (O + I),
         O=O, I=I, TOKENS=T, WEIGHT=p.format, BIAS=int(p.bias), RESIDUAL=int(p.residual), ACTIVATION=int(p.gelu), TILES=each, TILE_WARPS=1,
-        PIECE_WARPS=warps,
+        PIECE_WARPS=warps, **row_bias(p.bias_pitch),
     )  # fmt: skip
 
 
-def norm_gate_up_silu(variant: str, format: str, T: int, E: int, F: int, gpu: GPU, eps: str, bias: bool = False) -> Kernel:
+def norm_gate_up_silu(
+    variant: str, format: str, T: int, E: int, F: int, gpu: GPU, eps: str, bias: bool = False, bias_pitch: int = 0
+) -> Kernel:
     warps = _evenly(ceil_div(E, PIECE), 8)
     tiles = 4 if warps <= 4 and T > 2 else 2
     block = 32 * warps * tiles
@@ -101,6 +104,7 @@ def norm_gate_up_silu(variant: str, format: str, T: int, E: int, F: int, gpu: GP
         "norm_gate_up_silu", variant, 1, 4 + bias, (grid, 1, 1), block,
         _normed_bytes(format, T, E, tiles), 4 * T * F * E, panel_bytes(format, 2 * F, E) + 4 * T * (E + F),
         E=E, F=F, TOKENS=T, WEIGHT=format, BIAS=int(bias), EPS=eps, TILES=tiles, TILE_WARPS=tiles, PIECE_WARPS=warps,
+        **row_bias(bias_pitch),
     )  # fmt: skip
 
 
@@ -289,6 +293,7 @@ def matmul(variant: str, p: Product, gpu: GPU, chosen: tuple[Cut, int] | None = 
         SILU=int(p.silu), SPLIT=split,
         TILE_O=cut.tile_o, TILE_T=cut.tile_t, WARPS_O=cut.warps_o, WARPS_T=cut.warps_t, WARPS_K=cut.warps_k, K_BLOCKS=k_blocks(format),
         STAGES=stages, BAND=BAND, RESIDENT=cut.resident, **({"BIAS_FIRST": p.bias_first} if p.bias_first else {}),
+        **row_bias(p.bias_pitch),
     ).passing(T)  # fmt: skip
     if split == 1:
         return kernel, 0, 0
@@ -316,7 +321,7 @@ def matmul_hopper(variant: str, p: Product, gpu: GPU) -> Kernel:
         stages * stage + gate_up,
         2 * T * rows * I, panel_bytes(format, rows, I) + prepared_bytes(format, T, I) + 4 * T * O * (1 + p.residual),
         O=O, I=I, WEIGHT=format, BIAS=int(p.bias), RESIDUAL=int(p.residual), ACTIVATION=int(p.gelu), SILU=int(p.silu), TILE_T=tile,
-        K_BLOCKS=blocks, STAGES=stages, BAND=BAND,
+        K_BLOCKS=blocks, STAGES=stages, BAND=BAND, **row_bias(p.bias_pitch),
     )  # fmt: skip
 
 

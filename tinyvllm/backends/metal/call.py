@@ -17,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 from tinygrad import Tensor
 
+from tinyvllm.backends import low_rank
 from tinyvllm.backends.autotune import source_digest, tuned
 from tinyvllm.backends.buffers import cache_format, constant, empty, integers, present, scratch
 from tinyvllm.backends.kernel import Kernel
@@ -30,9 +31,9 @@ from tinyvllm.backends.metal.parts import each_bias, halves, tensors_of
 from tinyvllm.backends.metal.probe import unexpected_matrix_layout
 from tinyvllm.backends.metal.queue import gpu_name, import_pages, max_import, metal_free_memory, queue_of
 from tinyvllm.backends.metal.unusable import of_op
-from tinyvllm.backends.operands import QKV, DrawInputs, History, KernelTable, KernelWeight, NormWeights, stored
+from tinyvllm.backends.operands import QKV, AdapterStack, DrawInputs, History, KernelTable, KernelWeight, NormWeights, stored
+from tinyvllm.backends.policies import bias_pitch
 from tinyvllm.backends.shapes import Attention, Heads, Product
-from tinyvllm.backends.without_adapters import WithoutAdapters
 from tinyvllm.backends.without_ranks import WithoutRanks
 from tinyvllm.backends.without_states import WithoutStates
 from tinyvllm.batch import Batch, LayerCache
@@ -64,7 +65,7 @@ OLDEST_FAMILY = 7  # of Apple's GPUs: M1's
 PRODUCTS = ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head")
 
 
-class MetalBackend(ExpertKernels, WithoutAdapters, WithoutRanks, WithoutStates):
+class MetalBackend(ExpertKernels, WithoutRanks, WithoutStates):
     """Kernels for the GPUs of Apple Silicon."""
 
     name = "metal"
@@ -162,9 +163,8 @@ class MetalBackend(ExpertKernels, WithoutAdapters, WithoutRanks, WithoutStates):
         if not in_pieces and plan.by_lanes(variant, T):
             shape = variant, main.format, T, main.I, heads, eps
             pool = 8 * heads.K * heads.D * round_up(T, heads.S)  # a cache with the blocks that these rows fill
-            angle_bytes: list[Argument] = [4 * T * heads.R] if heads.R else []
             sizes: list[Argument] = [4 * T * heads.H * heads.D, pool, 4, 4 * T * main.I, norm.weight, *tensors_of(main)]
-            sizes += [*(4 * T * outputs for outputs in apart), *optional[: len(optional) - len(angle_bytes)], *angle_bytes]
+            sizes += [*(4 * T * outputs for outputs in apart), *map(_timed_with, optional)]
             sizes += [np.arange(T, dtype=np.int32), _count(T)]
             kernel_of = functools.partial(plan.norm_qkv_rope_store, *shape, apart=apart)
             kernel = _tuned(x, plan.cuts_for_heads(T, main.I, heads), functools.partial(_with_cut, kernel_of), sizes)
@@ -233,16 +233,25 @@ class MetalBackend(ExpertKernels, WithoutAdapters, WithoutRanks, WithoutStates):
             parts = []
             for piece in pieces:
                 own = None if residual is None else _rows_of(residual, piece)
-                parts.append(self.matmul(variant, _rows_of(x, piece), weight, _count_of(rows, piece), bias, own, gelu))
+                count, added = _count_of(rows, piece), _bias_of(bias, piece)
+                parts.append(self.matmul(variant, _rows_of(x, piece), weight, count, added, own, gelu))
             return _joined(parts)
-        product = Product(weight.format, T, O, I, bias=bias is not None, residual=residual is not None, gelu=gelu)
-        sizes: list[Argument] = [4 * T * O, 4 * T * I, *tensors_of(weight), *present(bias)]
+        product = Product(
+            weight.format, T, O, I, bias=bias is not None, residual=residual is not None, gelu=gelu, bias_pitch=bias_pitch(bias)
+        )
+        sizes: list[Argument] = [4 * T * O, 4 * T * I, *tensors_of(weight), *map(_timed_with, present(bias))]
         sizes += [*([4 * T * O] if residual is not None else []), _count(T)]
         if plan.by_lanes(variant, T):
             kernel = _tuned(x, plan.cuts(T), lambda cut: plan.matvec(variant, product, cut), sizes)
         else:
             kernel = _by_matrices(variant, x, product, sizes)
         return launch(kernel, [empty(x, T, O)], [x, *tensors_of(weight), *present(bias, residual), rows])[0]
+
+    @of_op("lora_bias")
+    def lora_bias(
+        self, variant: str, x: Tensor, norm: NormWeights | None, stack: AdapterStack, bias: Tensor | None, adapters: Tensor, rows: Tensor
+    ) -> Tensor:
+        return low_rank.lora_bias(launch, self.name, variant, x, norm, stack, bias, adapters, rows)
 
     @of_op("norm_gate_up_silu")
     def gate_up_silu(
@@ -252,17 +261,22 @@ class MetalBackend(ExpertKernels, WithoutAdapters, WithoutRanks, WithoutStates):
         weight = stored(weight)
         T, E, F, eps = int(x.shape[0]), weight.I, weight.O // 2, constant(norm.eps)
         if len(pieces := self._pieces(x, T)) > 1:
-            parts = [self.gate_up_silu(variant, _rows_of(x, piece), norm, weight, _count_of(rows, piece), bias) for piece in pieces]
+            parts = []
+            for piece in pieces:
+                count, added = _count_of(rows, piece), _bias_of(bias, piece)
+                parts.append(self.gate_up_silu(variant, _rows_of(x, piece), norm, weight, count, added))
             return _joined(parts)
-        out = empty(x, T, F)
+        out, pitch = empty(x, T, F), bias_pitch(bias)
         for half, part, own in halves(weight, each_bias(bias, weight)):
             ins = [norm.weight, *tensors_of(part), *own]
-            sizes: list[Argument] = [4 * T * F, 4 * T * E, *ins, _count(T)]
+            sizes: list[Argument] = [4 * T * F, 4 * T * E, norm.weight, *tensors_of(part), *map(_timed_with, own), _count(T)]
             if plan.by_lanes(variant, T):
-                kernel_of = functools.partial(plan.norm_gate_up_silu, variant, part.format, T, E, F, eps, bias is not None, half=half)
+                shape = variant, part.format, T, E, F, eps, bias is not None
+                kernel_of = functools.partial(plan.norm_gate_up_silu, *shape, half=half, bias_pitch=pitch)
                 kernel = _tuned(x, plan.cuts(T), functools.partial(_with_cut, kernel_of), sizes)
             else:
-                product = Product(part.format, T, F, E, bias=bias is not None, silu=half == "BOTH", gated=half == "UP", eps=eps)
+                both, up = half == "BOTH", half == "UP"
+                product = Product(part.format, T, F, E, bias=bias is not None, silu=both, gated=up, eps=eps, bias_pitch=pitch)
                 kernel = _by_matrices(variant, x, product, sizes)
             out = launch(kernel, [out], [x, *ins, rows])[0]
         return out
@@ -360,6 +374,16 @@ def _timed(kernel_of: Callable[[Cut], Kernel], device: str, arguments: list[Argu
 
 def _rows_of(tensor: Tensor, piece: slice) -> Tensor:
     return tensor[piece].contiguous()
+
+
+def _bias_of(bias: Tensor | None, piece: slice) -> Tensor | None:
+    """The piece's own biases, or the one of all rows."""
+    return _rows_of(bias, piece) if bias is not None and bias_pitch(bias) else bias
+
+
+def _timed_with(argument: Tensor) -> Argument:
+    """An argument for `_tuned`: what the step makes for each row is scratch of its size, as the model's own tensors are used themselves."""
+    return argument.nbytes() if len(argument.shape) > 1 else argument
 
 
 def _count_of(count: Tensor, piece: slice) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tinygrad import Tensor
 
+from tinyvllm.backends.policies import bias_pitch
 from tinyvllm.bridge import spans
 from tinyvllm.quant.layouts import StoredWeight
 
@@ -11,9 +12,11 @@ HALVES = ("GATE", "UP")  # of norm_gate_up_silu, where their weights have two fo
 
 
 def each_bias(bias: Tensor | None, weight: StoredWeight) -> list[Tensor]:
-    """The parts of a joined bias, one for each matrix."""
+    """The parts of a joined bias, one for each matrix; of the biases of rows all of them, of which each kernel takes its part."""
     if bias is None:
         return []
+    if bias_pitch(bias):
+        return [bias] * len(weight.parts)
     starts = [sum(part.O for part in weight.parts[:i]) for i in range(len(weight.parts))]
     return spans(bias, [(start, part.O) for start, part in zip(starts, weight.parts, strict=True)])
 

@@ -7,6 +7,7 @@ depends. None of the choices has been measured on a Mac.
 from __future__ import annotations
 
 from tinyvllm.backends.kernel import Constant, Kernel
+from tinyvllm.backends.policies import row_bias
 from tinyvllm.backends.shapes import Attention, Heads, Product, cached_bytes
 from tinyvllm.batch import NO_SLOT
 from tinyvllm.integers import ceil_div
@@ -102,18 +103,20 @@ def matvec(variant: str, p: Product, cut: Cut | None = None) -> Kernel:
         "matvec", variant, 1, 3 + p.bias + p.residual, (ceil_div(O, cut.rows_of_group), 1, 1), 32 * cut.simds,
         2 * T * O * I, O * row_bytes(p.format, I) + 4 * T * (I + O * (1 + p.residual)),
         O=O, I=I, BIAS=int(p.bias), RESIDUAL=int(p.residual), ACTIVATION=int(p.gelu), **cut.defines(p.format, T, I),
+        **row_bias(p.bias_pitch),
     )  # fmt: skip
 
 
 def norm_gate_up_silu(
-    variant: str, format: str, T: int, E: int, F: int, eps: str, bias: bool = False, cut: Cut | None = None, half: str = "BOTH"
-) -> Kernel:
+    variant: str, format: str, T: int, E: int, F: int, eps: str, bias: bool = False, cut: Cut | None = None, half: str = "BOTH",
+    bias_pitch: int = 0,
+) -> Kernel:  # fmt: skip
     """`half`: BOTH; or GATE and then UP, two launches with one `out`, of matrices in two formats."""
     cut, matrices = cut or cut_for(T), 2 if half == "BOTH" else 1
     return _kernel(
         "norm_gate_up_silu", variant, 1, 3 + matrices * (1 + bias), (ceil_div(matrices * F, cut.rows_of_group), 1, 1), 32 * cut.simds,
         2 * matrices * T * F * E, matrices * F * row_bytes(format, E) + 4 * T * (E + F),
-        E=E, F=F, BIAS=int(bias), EPS=eps, HALF=half, **cut.defines(format, T, E),
+        E=E, F=F, BIAS=int(bias), EPS=eps, HALF=half, **cut.defines(format, T, E), **row_bias(bias_pitch),
     )  # fmt: skip
 
 
@@ -187,6 +190,7 @@ def _by_matrices(p: Product) -> tuple[int, int, int, dict[str, Constant]]:
     return ins, 2 * p.T * p.rows * p.I, nbytes, dict(
         O=p.O, I=p.I, WEIGHT=p.format, NORM=int(p.eps is not None), EPS=p.eps or "0.0f", GATHER=int(p.gather), MATRICES=matrices, O1=first,
         O2=second, BIAS=int(p.bias), RESIDUAL=int(p.residual), ACTIVATION=int(p.gelu), SILU=int(p.silu), GATED=int(p.gated),
+        **row_bias(p.bias_pitch),
     )  # fmt: skip
 
 
