@@ -9,7 +9,7 @@
 //   adapters  [T] int32                n for adapter n - 1, 0 for none
 //   rows      [1] int32                number of valid rows of x, 0 to T
 //
-// E % 4 == 0. float32, a row's sums in one order whatever the other rows are: products of x * norm, a lane has the fours number l, l + 32, ...
+// E % 32 == 0. float32, a row's sums in one order whatever the other rows are: products of x * norm, a lane has the fours number l, l + 32, ...
 // of the columns and adds with fma, ascending; its sums are added in pairs 16, 8, 4, 2 and 1 apart, then multiplied by the inverse root
 // (norm.h). ROWS is the host's choice.
 //
@@ -22,7 +22,6 @@
 #include "norm.h"
 
 #define HIDDEN (PARTS * R)
-static_assert(E % 4 == 0, "lora_shrink: E must be a multiple of 4");
 
 #if NORM
 #define NORM_ARGUMENT device const float *norm,

@@ -69,7 +69,7 @@ def runs(kind: str, stem: str, f: ShapeFacts) -> bool:
     if stem == "matmul":
         return inputs and tiles and f.matrices == 1
     if stem == "lora_bias":
-        return f.inputs % 16 == 0 and f.outputs % 16 == 0 and rms
+        return f.inputs % (32 if kind == "METAL" else 16) == 0 and f.outputs % 16 == 0 and rms
     if stem == "gated_delta":
         return heads and f.outputs % 16 == 0
     if stem in EXPERTS and kind == "METAL":

@@ -12,7 +12,7 @@ from tinyvllm.backends.low_rank import plan
 from tinyvllm.backends.shapes import LowRank
 
 VARIANTS = {"cuda": "sm_80", "metal": "apple7"}
-EPS, E = 1e-5, 1040
+EPS, E = 1e-5, 1056
 ADAPTERS = (1, 0, 2, 2, 2, 2, 3, 1, 2, 0, 0, 1, 3)  # of each row: neighbours with one, alone, across units of four rows
 
 

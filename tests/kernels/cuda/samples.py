@@ -97,10 +97,10 @@ def _many(gpu: GPU) -> dict[str, Kernel]:
 def _adapters(gpu: GPU) -> dict[str, Kernel]:
     """Their own kernels, and those that take a bias of each row."""
     found, O = {}, (LARGE.H + 2 * LARGE.K) * LARGE.D
-    for T, R in ((1, 16), (8, 64), (512, 16), (512, 64)):
+    for T, R in ((1, 16), (512, 64)):
         for name, starts, eps in (("qkv", (0, LARGE.H * LARGE.D, (LARGE.H + LARGE.K) * LARGE.D), EPS), ("alone", (0,), None)):
             p = LowRank(T, O, LARGE.E, R, starts, eps, eps is None)
-            found[f"lora_shrink {name} {R} of {T}"], found[f"lora_bias {name} {R} of {T}"] = low_rank.plan("cuda", VARIANT, p)
+            found[f"lora_shrink {name} of {T}"], found[f"lora_bias {name} of {T}"] = low_rank.plan("cuda", VARIANT, p)
     for T in (1, 8):
         product = Product("Q4_K", T, LARGE.E, LARGE.F, bias=True, residual=True, bias_pitch=LARGE.E)
         found[f"matvec of {T} with biases of rows"] = records.matvec(VARIANT, product, gpu)

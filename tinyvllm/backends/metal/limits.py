@@ -49,7 +49,7 @@ LIMITS: Limits = {
     "attention_decode": (*_ATTENTION, stored_values),
     "attention_prefill": (*_ATTENTION, stored_values),
     "matmul": (*plain_outputs, _INPUTS, matrices(1, "several are multiplied only together with their norm")),
-    "lora_bias": (multiple_of("inputs", 16), multiple_of("outputs", 16), no_layer_norm),
+    "lora_bias": (multiple_of("inputs", WIDTH), multiple_of("outputs", 16), no_layer_norm),
     "norm_gate_up_silu": (silu_gate, _INPUTS, matrices(2, "gate and up"), rms_norm_only),
     "norm_route": (_INPUTS, _EXPERTS, no_layer_norm),
     "experts_gate_up_silu": (_INPUTS, matrices(2, "gate and up"), _EXPERTS, rms_norm_only),
