@@ -9,7 +9,7 @@ from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned
 from tests.kernels.cuda.tiles import close, laid, numbers, one, same_bits, untouched
 from tinyvllm.backends.low_rank import plan
-from tinyvllm.backends.shapes import LowRank
+from tinyvllm.backends.shapes import AdapterProduct
 
 VARIANTS = {"cuda": "sm_80", "metal": "apple7"}
 EPS, E = 1e-5, 1056
@@ -28,7 +28,7 @@ class Adapters:
     def run(self, backend: str, rows: list[int], count: int | None = None, seed: int = 0) -> np.ndarray:
         """float32 [len(rows), O] of a batch of these rows."""
         T, starts = len(rows), self.starts
-        p = LowRank(T, self.O, E, self.R, starts, None if self.norm is None else f"{EPS}f", self.bias is not None)
+        p = AdapterProduct(T, self.O, E, self.R, starts, None if self.norm is None else f"{EPS}f", self.bias is not None)
         shrink, expand = plan(backend, VARIANTS[backend], p)
         hidden, out = aligned((T, p.hidden), np.float32), aligned((T, self.O), np.float32)
         last = laid(self.ranks), laid(self.adapters[rows]), one(T if count is None else count)

@@ -12,7 +12,7 @@ from tinygrad import Tensor
 from tinyvllm.backends.buffers import empty, present
 from tinyvllm.backends.kernel import Constant, Kernel
 from tinyvllm.backends.operands import AdapterStack, NormWeights
-from tinyvllm.backends.shapes import LowRank
+from tinyvllm.backends.shapes import AdapterProduct
 from tinyvllm.integers import ceil_div
 
 Launch = Callable[[Kernel, Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
@@ -21,7 +21,7 @@ FEW = 8  # rows up to which each is a unit of work: they may all have other adap
 NEIGHBOURS = 4  # rows of a unit beyond that: those of a prompt have one adapter
 
 
-def plan(backend: str, variant: str, p: LowRank) -> tuple[Kernel, Kernel]:
+def plan(backend: str, variant: str, p: AdapterProduct) -> tuple[Kernel, Kernel]:
     """The two kernels. No bit of a result depends on ROWS."""
     rows, normed = 1 if p.T <= FEW else NEIGHBOURS, p.eps is not None
     units, sizes = ceil_div(p.T, rows), dict[str, Constant](R=p.R, PARTS=len(p.starts), ROWS=rows)
@@ -44,7 +44,7 @@ def lora_bias(
     adapters: Tensor, rows: Tensor,
 ) -> Tensor:  # fmt: skip
     """The method of `Backend`, by a backend's `launch`."""
-    p = LowRank.of(x, norm, stack, bias)
+    p = AdapterProduct.of(x, norm, stack, bias)
     shrink, expand = plan(backend, variant, p)
     ins = [x, *present(None if norm is None else norm.weight), stack.a, stack.ranks, adapters, rows]
     (hidden,) = launch(shrink, [empty(x, p.T, p.hidden)], ins)

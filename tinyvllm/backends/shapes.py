@@ -50,7 +50,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class LowRank:
+class AdapterProduct:
     """The products of x [T, I] with the low-rank matrices of each row's adapter, O outputs by up to R ranks: `AdapterStack`.
 
     starts  the first output of each projection
@@ -67,7 +67,7 @@ class LowRank:
     bias: bool = False
 
     @classmethod
-    def of(cls, x: Tensor, norm: NormWeights | None, stack: AdapterStack, bias: Tensor | None) -> LowRank:
+    def of(cls, x: Tensor, norm: NormWeights | None, stack: AdapterStack, bias: Tensor | None) -> AdapterProduct:
         (_, _, R, I), O = (int(d) for d in stack.a.shape), int(stack.b.shape[2])
         return cls(int(x.shape[0]), O, I, R, stack.starts, None if norm is None else constant(norm.eps), bias is not None)
 

@@ -12,7 +12,7 @@ from tinyvllm.backends.cuda.expert_plan import Lists
 from tinyvllm.backends.cuda.plan import GPU
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.operands import GateClamp, RoutingPolicy
-from tinyvllm.backends.shapes import Attention, Heads, LowRank, Product
+from tinyvllm.backends.shapes import AdapterProduct, Attention, Heads, Product
 from tinyvllm.quant.formats import Layout
 
 GPUS = {"sm_80": GPU(108, 163 << 10, 164 << 10), "sm_90": GPU(132, 227 << 10, 228 << 10)}  # A100; H100 and H200
@@ -99,7 +99,7 @@ def _adapters(gpu: GPU) -> dict[str, Kernel]:
     found, O = {}, (LARGE.H + 2 * LARGE.K) * LARGE.D
     for T, R in ((1, 16), (512, 64)):
         for name, starts, eps in (("qkv", (0, LARGE.H * LARGE.D, (LARGE.H + LARGE.K) * LARGE.D), EPS), ("alone", (0,), None)):
-            p = LowRank(T, O, LARGE.E, R, starts, eps, eps is None)
+            p = AdapterProduct(T, O, LARGE.E, R, starts, eps, eps is None)
             found[f"lora_shrink {name} of {T}"], found[f"lora_bias {name} of {T}"] = low_rank.plan("cuda", VARIANT, p)
     for T in (1, 8):
         product = Product("Q4_K", T, LARGE.E, LARGE.F, bias=True, residual=True, bias_pitch=LARGE.E)

@@ -11,7 +11,7 @@ from tinyvllm.backends.metal import expert_plan
 from tinyvllm.backends.metal import plan as records
 from tinyvllm.backends.metal.expert_plan import Lists
 from tinyvllm.backends.operands import GateClamp, RoutingPolicy
-from tinyvllm.backends.shapes import Attention, Heads, LowRank, Product
+from tinyvllm.backends.shapes import AdapterProduct, Attention, Heads, Product
 from tinyvllm.quant.formats import GROUPED, Layout, packed_in
 from tinyvllm.quant.kv import KV_FORMATS
 
@@ -111,7 +111,7 @@ def _adapters() -> dict[str, Kernel]:
     found, O = {}, (LARGE.H + 2 * LARGE.K) * LARGE.D
     for T, R in ((1, 16), (512, 64)):
         for name, starts, eps in (("qkv", (0, LARGE.H * LARGE.D, (LARGE.H + LARGE.K) * LARGE.D), EPS), ("alone", (0,), None)):
-            p = LowRank(T, O, LARGE.E, R, starts, eps, eps is None)
+            p = AdapterProduct(T, O, LARGE.E, R, starts, eps, eps is None)
             found[f"lora_shrink {name} of {T}"], found[f"lora_bias {name} of {T}"] = low_rank.plan("metal", VARIANT, p)
     for T in (1, 16, 64):
         product = Product("Q4_K", T, LARGE.E, LARGE.F, bias=True, residual=True, bias_pitch=LARGE.E)

@@ -21,7 +21,7 @@ from tinyvllm.backends.cpu.variants import NEEDS, best_variant, cpu_variants
 from tinyvllm.backends.kernel import Constant, Kernel
 from tinyvllm.backends.limits import ShapeFacts, first_reason
 from tinyvllm.backends.operands import QKV, AdapterStack, DrawInputs, History, KernelTable, KernelWeight, NormWeights, packed, packed_parts
-from tinyvllm.backends.shapes import Attention, LowRank
+from tinyvllm.backends.shapes import AdapterProduct, Attention
 from tinyvllm.batch import NO_SLOT, Batch, LayerCache
 from tinyvllm.bridge import (
     defer_frees,
@@ -186,7 +186,7 @@ class CpuBackend(ExpertKernels, StateKernels):
     def lora_bias(
         self, variant: str, x: Tensor, norm: NormWeights | None, stack: AdapterStack, bias: Tensor | None, adapters: Tensor, rows: Tensor
     ) -> Tensor:
-        p = LowRank.of(x, norm, stack, bias)
+        p = AdapterProduct.of(x, norm, stack, bias)
         before: dict[str, Constant] = {"NORM": "NO_NORM"} if p.eps is None else {"EPS": p.eps}
         ins = [x, *present(None if norm is None else norm.weight), stack.a, stack.b, stack.ranks, *present(bias), adapters, rows]
         numbers = p.hidden * p.I + p.R * p.O  # of an adapter
