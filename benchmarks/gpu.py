@@ -382,6 +382,13 @@ def compare_transformers(o: argparse.Namespace, batch: int) -> None:
 # --- the end
 
 
+def experts(o: argparse.Namespace) -> None:
+    """A mixture's experts and low-rank adapters: gpu_experts.py."""
+    from benchmarks import gpu_experts  # not above: it imports tinygrad, and --dry chooses its device first
+
+    gpu_experts.experts(o)
+
+
 def summary(o: argparse.Namespace) -> None:
     """All figures of the run, and what its tests have found."""
     rows = []
@@ -396,7 +403,7 @@ def summary(o: argparse.Namespace) -> None:
 
 PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "environment": environment, "selftest": selftest, "compile": compile_kernels, "roofs": roofs, "kernels": kernels,
-    "ablation": ablation, "decode": decode,
+    "ablation": ablation, "experts": experts, "decode": decode,
     "serve": serve, "profile": profile, "profiled": profiled, "peers": peers, "table": summary,
 }  # fmt: skip
 

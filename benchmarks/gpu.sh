@@ -8,7 +8,7 @@
 #   B  9 min  all of tests/gpu, kernels (Hopper's, too), decodes of 1B and 8B in bf16
 #   C  9 min  256 requests (captures first, untimed), idle time, the profiler's view, memcheck and racecheck
 #   D  9 min  peers, each kernel against tinygrad's code
-#   E  7 min  decodes of 1B and 8B in q8_0, q4_0 and q4_k_m; every kernel compiled at the sizes of real models
+#   E  8 min  decodes of 1B and 8B in q8_0, q4_0 and q4_k_m; experts and adapters; every kernel compiled at the sizes of real models
 #
 # Needs what `pip install -e .[test,cuda]` installs, or an image with torch and the packages of docs/gpu.md; no network, no C compiler. The
 # interpreter is .venv's, else python3; INTERPRETER names another one, TORCH_INTERPRETER the one that has torch and transformers, which are
@@ -48,7 +48,8 @@ dry_run_of_all() { # A fills the cache of compiled kernels; then two at a time
 }
 
 case $letter in
-  A | E) minutes=${MINUTES:-7} ;;
+  A) minutes=${MINUTES:-7} ;;
+  E) minutes=${MINUTES:-8} ;;
   B | C | D) minutes=${MINUTES:-9} ;;
   *)
     [ -z "$letter" ] && [ -n "$dry" ] && dry_run_of_all
@@ -130,6 +131,7 @@ case $letter in
     gpu decode 40 --shape llama-3.1-8b --weights q8_0
     gpu decode 40 --shape llama-3.1-8b --weights q4_0
     gpu decode 80 --shape llama-3.1-8b --weights q4_k_m
+    gpu experts 60
     gpu compile 110
     ;;
 esac
