@@ -64,7 +64,7 @@ def check_shared(dtype: str) -> None:
 
 FAULTS = {
     "a value's scale": (check_decode, "KV_INT8", "weight * value_scales[j];", "weight;", "Not equal to tolerance"),
-    "a key's scale": (check_decode, "KV_FP8", "scores[j] *= factors.x, ", "", "Not equal to tolerance"),
+    "a key's scale": (check_decode, "KV_FP8", "scores[j] * factors.x", "scores[j]", "Not equal to tolerance"),
     "keys of a step": (
         check_decode, "KV_INT8", "(step / GROUP * SIDES + side) * GROUP + step % GROUP", "step * SIDES + side", "Not equal to tolerance",
     ),
