@@ -164,7 +164,7 @@ OTHER_WAYS = {
 }
 
 
-# A defect that is open: with async_scheduling the replay computes one row less than the recording, for a request that ends by its length.
+# A defect that is open: with async_scheduling the replay has one row less than the recording, of a request that had ended by then.
 # The tokens are the same. See docs/verify.md.
 SURPLUS = pytest.mark.xfail(reason="a replay with async_scheduling leaves out a surplus row that the recording has", strict=False)
 
