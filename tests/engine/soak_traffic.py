@@ -66,6 +66,7 @@ class Asked:
     kind: str
     aborted: bool = False
     heard: dict[int, list[int]] = field(default_factory=dict)  # tokens that deltas gave, by index
+    reasons: dict[int, str | None] = field(default_factory=dict)  # a delta is silent about a continuation that ended before
 
 
 class Traffic:
@@ -163,6 +164,7 @@ class Traffic:
         self.steps += 1
         for output in self.engine.step():
             asked = self.asked[output.request_id]
+            asked.reasons |= {part.index: part.finish_reason for part in output.outputs}
             if isinstance(asked.params, SamplingParams) and asked.params.output_kind == "delta":
                 for part in output.outputs:
                     asked.heard.setdefault(part.index, []).extend(part.token_ids)
@@ -170,16 +172,16 @@ class Traffic:
                 self.ended(output, self.asked.pop(output.request_id))
 
     def ended(self, output: RequestOutput, asked: Asked) -> None:
-        reasons = [part.finish_reason for part in output.outputs]
+        reasons = list(asked.reasons.values())
         self.preemptions += output.metrics.preemptions
         params = asked.params
         whole = isinstance(params, BeamSearchParams) or params.output_kind != "delta"
         for reason in reasons:
             self.seen[f"ended: {reason}"] += 1
+        assert None not in reasons, f"{output.request_id}: {reasons}"
         if whole:
             width = (params.n or params.beam_width) if isinstance(params, BeamSearchParams) else params.n
             assert len(output.outputs) == width or asked.kind == "beams", f"{output.request_id}: {len(output.outputs)} of {width}"
-            assert None not in reasons
         if asked.kind == "raises" and not asked.aborted:
             assert set(reasons) <= {"error", "deadline", "stop"}, reasons
         else:

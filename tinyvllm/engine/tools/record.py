@@ -9,6 +9,7 @@
     {"step", "run": [n, index, start, tokens, ...], "rounds", "t"}   the entries of a schedule; n is the number of the request's `add` line
     {"step", "run": [...], "drafts": {i: [...]}}      entry i of the schedule has these drafts; they count among its tokens
     {"step", "on": rounds}                            the last step again: all of its decodes, each `rounds` tokens further
+    {"step", ..., "ahead": true}                      this step was launched before the tokens of the one before it were read
     {"step", "swap": true}, {"step", "expired": [n, ...], "t"}   decisions that depended on times
     {"step", "chunks": tokens}                        from here on, what the rates allow the chunks of a step with decodes
     {"end": id, "step", "tokens": [[...], ...], "reasons": [...], "chain"}   the end of a request; the chain is a hash of all ends so far
@@ -141,6 +142,8 @@ class Recorder(EngineObserver):
             event["rounds"] = num_steps
         if drafts := {str(i): list(entry.drafts) for i, entry in enumerate(schedule.entries) if entry.drafts}:
             event["drafts"] = drafts
+        if any(entry.start == len(entry.sequence) for entry in schedule.entries):  # its token is not known to the host
+            event["ahead"] = True
         if self._clock_read is not None:
             event["t"] = self._clock_read
         self._write(event)

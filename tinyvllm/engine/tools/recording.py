@@ -27,6 +27,7 @@ class Run:
     times: list[tuple[int, float]]  # the time of the clock in a step
     swapped: frozenset[int]  # steps
     drafts: dict[tuple[int, int, int], list[int]]  # of step, n and index
+    ahead: frozenset[int]  # steps that were launched before the tokens of the one before them were read
     max_chunk_tokens: dict[int, int]  # what the rates allowed the chunks of steps with decodes, by the step from which on they did
     last_step: int
     complete: bool  # False: the last line is cut off
@@ -88,6 +89,7 @@ def _run_of(path: str, events: list[Event], complete: bool) -> Run:
             path, header, [e for e in rest if _ARRIVALS & e.keys()], schedule_of(rest), [e for e in rest if "end" in e],
             [(e["step"], e["t"]) for e in rest if "add" not in e and e.get("t") is not None],
             frozenset(e["step"] for e in rest if "swap" in e), drafts_of(rest),
+            frozenset(e["step"] for e in rest if "ahead" in e),
             {e["step"]: int(e["chunks"]) for e in rest if "chunks" in e},
             max((e["step"] for e in rest), default=0), complete,
         )  # fmt: skip

@@ -71,7 +71,7 @@ def replay(run: Run, config: EngineConfig, tokens_only: bool = False, remark: Ca
         if not tokens_only:
             engine.scheduler.rates = _RecordedRates()
             if engine.speculation is not None:
-                engine.speculate(_RecordedDrafts(run), FixedController(MAX_DRAFTS))
+                engine.speculate(_RecordedDrafts(run, lambda: engine.loop.in_flight), FixedController(MAX_DRAFTS))
         _drive(run, _Arrivals(engine, clock, tokens_only, remark), tokens_only, lambda: sum("end" in event for event in events))
     finally:
         engine.close()
@@ -147,15 +147,22 @@ class _RecordedClock:
 
 
 class _RecordedDrafts:
-    """Guesses what was guessed in the recorded step: what a drafter guesses may depend on measured times."""
+    """Guesses what was guessed in the recorded step: what a drafter guesses may depend on measured times.
 
-    method, looks_up = "recorded", False
+    With async_scheduling it is also asked after a launch whether the tokens of that step should be read before the next one is launched.
+    They are read where they were: a sequence that ends in the step has a row in the next one or not.
+    """
 
-    def __init__(self, run: Run):
-        self._drafts, self.step = run.drafts, 0
+    method, looks_up = "recorded", True
+
+    def __init__(self, run: Run, in_flight: Callable[[], bool]):
+        self._drafts, self._ahead, self._in_flight, self.step = run.drafts, run.ahead, in_flight, 0
         self._numbers = {event["add"]: n for n, event in enumerate(run.added)}
 
     def propose(self, requests: Row[DraftRequest]) -> list[Draft]:
+        if self._in_flight():
+            reads = self.step + 1 not in self._ahead
+            return [Draft([0] if reads else []) for _ in requests]
         keys = [(self.step, self._numbers.get(r.sequence.request_id, -1), r.sequence.index) for r in requests]
         return [Draft(list(self._drafts.get(key, ()))) for key in keys]
 
