@@ -3,16 +3,18 @@
     python -m benchmarks.profile_cost [--model PATH | --shape tinyllama-1.1b] [--batches 1,8]
     TINYVLLM_THREADS=1 python -m benchmarks.profile_cost --processor-seconds       # where other processes run, too
 
-A round is a multiple of the steps between two samples of kernels, so that it has its share of them, and of the writes to the file. `again`
-are rounds without a trace, too: how far they are from the others is the noise of the machine; of steps that were interrupted the usual
-length counts. Without a trace there is nothing to measure:
-no observer is installed, which tests/engine/tools/test_trace.py checks, as it does the number of calls in a step with one. Threads of a
-pool that wait for each other spend processor seconds, too: one thread has none of that.
+The kinds take turns of GROUP steps each: a virtual machine's speed wanders by 10% within a second, which longer turns would measure.
+`again` are steps without a trace, too: how far they are from the others is the noise. Of steps that were interrupted the usual length
+counts. Time passes for all kinds, so what a trace does by time, its samples, counters and writes, is made as much rarer: else it would
+come several times as often as in a run that is traced throughout. Without a trace there is nothing to measure: no observer is installed,
+which tests/engine/tools/test_trace.py checks, as it does the number of calls in a step with one. Threads of a pool that wait for each
+other spend processor seconds, too: one thread has none of that.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,66 +23,88 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from benchmarks.compare.child import prompt
-from benchmarks.harness import Round, Spread, record, spread, table, take_turns
-from benchmarks.latency import ROUND_SECONDS, load_model, model_arguments, model_name, numbers
+from benchmarks.harness import Round, Spread, one_round, record, spread, table
+from benchmarks.latency import load_model, model_arguments, model_name, numbers
 from tinyvllm.backends.cpu.threads import num_threads_wanted
+from tinyvllm.engine.tools import trace as trace_module
 from tinyvllm.engine.tools.stepping import Stepping
-from tinyvllm.engine.tools.trace import SAMPLE_EVERY, SAMPLE_EVERY_GPU
+from tinyvllm.engine.tools.trace import StepTrace
 from tinyvllm.engine.tools.trace_output import TraceFile
 from tinyvllm.engine.tracing import start_trace, stop_trace
 
 CONTEXT, LONGEST = 16, 1024  # tokens at the start of a round, and at its end at most
+GROUP = 16  # steps of one kind in a row
+KINDS = ("without", "with", "again")
 INTERRUPTED = 6  # times the median: a step that took longer waited for another process, or the host's; a sampled one takes three
 
 
 @dataclass
 class Rounds:
-    """Decodes of `batch` sequences, `count` steps a round, each from the same contexts."""
+    """Decodes of `batch` sequences, as many steps of each kind a round as fit a context."""
 
     stepping: Stepping
     batch: int
-    path: Path
-    count: int
+    trace: StepTrace
     clock: Callable[[], float]
+    groups = (LONGEST - CONTEXT) // GROUP // len(KINDS) - 1
 
-    def without(self) -> float:
-        self.begin()
-        return self._steps()
+    def run(self) -> dict[str, Round]:
+        """One round: seconds of the steps of each kind."""
+        steps: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        whole = one_round(lambda: self._run(steps))
+        usual = median(steps["without"])
+        seconds = {kind: sum(step if step < INTERRUPTED * usual else usual for step in each) for kind, each in steps.items()}
+        return {kind: Round(each, whole.others) for kind, each in seconds.items()}
 
-    def traced(self) -> float:
-        """With what the trace writes at its end, as events wait for up to a second; without its start, which reads the roof."""
-        self.begin()
-        trace = start_trace(self.stepping.engine, TraceFile(str(self.path)))
-        steps, start = self._steps(), self.clock()
-        stop_trace(self.stepping.engine, trace)
-        return steps + self.clock() - start
+    def _run(self, steps: dict[str, list[float]]) -> None:
+        self.stepping.begin_tuned([prompt(CONTEXT, number) for number in range(self.batch)], 2)
+        for _ in range(self.groups):
+            for kind in random.sample(KINDS, len(KINDS)):
+                if kind == "with":
+                    self._resume()
+                steps[kind] += self._group()
+                if kind == "with":
+                    self._pause()
 
-    def _steps(self) -> float:
-        """Seconds of `count` steps, those of interrupted ones taken as the median's."""
+    def _group(self) -> list[float]:
         ends = [self.clock()]
-        for _ in range(self.count):
+        for _ in range(GROUP):
             self.stepping.steps(1)
             ends.append(self.clock())
-        steps = [end - start for start, end in zip(ends, ends[1:], strict=False)]
-        usual = median(steps)
-        return sum(step if step < INTERRUPTED * usual else usual for step in steps)
+        return [end - start for start, end in zip(ends, ends[1:], strict=False)]
 
-    def begin(self) -> None:
-        self.stepping.begin_tuned([prompt(CONTEXT, number) for number in range(self.batch)], 2)
+    def _resume(self) -> None:
+        engine = self.stepping.engine
+        engine.observer.add(self.trace)
+        engine.observer.marks = engine.stages.marks = self.trace.marks
+
+    def _pause(self) -> None:
+        engine = self.stepping.engine
+        engine.observer.remove(self.trace)
+        engine.observer.marks = engine.stages.marks = None
 
 
-def rounds_of(stepping: Stepping, batch: int, path: Path, clock: Callable[[], float]) -> Rounds:
-    """Rounds of about ROUND_SECONDS; both kinds have run once."""
-    every = SAMPLE_EVERY_GPU if stepping.engine.runner.overlaps else SAMPLE_EVERY
-    rounds = Rounds(stepping, batch, path, every, clock)
-    rounds.traced()
-    count = round(ROUND_SECONDS / rounds.without())
-    rounds.count = every * max(1, min(count, (LONGEST - CONTEXT) // every - 1))
-    return rounds
+def measure(stepping: Stepping, batch: int, path: Path, clock: Callable[[], float], rounds: int) -> dict[str, list[Round]]:
+    """Some rounds; one before them does not count. Neither does the trace's start, which reads the roof, nor its end."""
+    trace = start_trace(stepping.engine, TraceFile(str(path)))
+    turns = Rounds(stepping, batch, trace, clock)
+    turns._pause()
+    turns.run()
+    done = [turns.run() for _ in range(rounds)]
+    turns._resume()
+    stop_trace(stepping.engine, trace)
+    return {kind: [one[kind] for one in done] for kind in KINDS}
+
+
+def as_rare_as_in_one_run() -> None:
+    """Of the time that passes, one kind of steps has its share."""
+    trace_module.SAMPLE_SHARE /= len(KINDS)
+    trace_module.COUNTER_SECONDS *= len(KINDS)
+    trace_module.FLUSH_SECONDS *= len(KINDS)
 
 
 def ratio(timed: dict[str, list[Round]], name: str) -> float:
-    """The median over the pairs of rounds, less 1."""
+    """The median over the rounds, less 1."""
     return median(b.seconds / a.seconds for a, b in zip(timed["without"], timed[name], strict=True)) - 1
 
 
@@ -93,17 +117,18 @@ def main() -> None:
     clock = time.process_time if options.processor_seconds else time.perf_counter
     most = max(options.batches)
     llm = load_model(options, max_model_len=LONGEST, max_num_seqs=most, num_blocks=most * (LONGEST // 16 + 1))
+    as_rare_as_in_one_run()
     stepping, rows, figures = Stepping(llm), list[list[object]](), list[dict[str, object]]()
     spreads: list[Spread] = []
     with TemporaryDirectory() as folder:
         for batch in options.batches:
-            rounds = rounds_of(stepping, batch, Path(folder) / "trace.json", clock)
-            timed = take_turns({"without": rounds.without, "with": rounds.traced, "again": rounds.without}, options.rounds)
-            each = {name: spread(some).divided(rounds.count) for name, some in timed.items()}
+            timed = measure(stepping, batch, Path(folder) / "trace.json", clock, options.rounds)
+            count = Rounds.groups * GROUP
+            each = {name: spread(some).divided(count) for name, some in timed.items()}
             cost, noise = ratio(timed, "with"), ratio(timed, "again")
             steps = (1e6 * each["without"].median, 1e6 * each["with"].median)
-            rows.append([f"decode {batch}", rounds.count, *steps, f"{cost:+.2%}", f"{noise:+.2%}"])
-            figures.append({"batch": batch, "steps": rounds.count, "cost": round(cost, 4), "noise": round(noise, 4),
+            rows.append([f"decode {batch}", count, *steps, f"{cost:+.2%}", f"{noise:+.2%}"])
+            figures.append({"batch": batch, "steps": count, "cost": round(cost, 4), "noise": round(noise, 4),
                             "us_without": round(steps[0], 1), "us_with": round(steps[1], 1)})  # fmt: skip
             spreads += each.values()
     print(table(["", "steps", "us without", "us with", "cost", "noise"], rows))

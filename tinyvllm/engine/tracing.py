@@ -32,6 +32,8 @@ def start_trace(
     trace = StepTrace(output, engine.runner, engine.scheduler, _roof(engine, measure), max_steps, on_end)
     engine.observer.add(trace)
     engine.trace = trace
+    if engine.stages.scheduled is not None:  # it may be reused
+        trace.batch_changed(engine.stages.scheduled, engine.requests.owners)
     engine.observer.marks = engine.stages.marks = trace.marks
     return trace
 

@@ -17,6 +17,7 @@ import pytest
 
 from tests.engine.starts import use_own_steps
 from tinyvllm import LLM, ArgumentError, SamplingParams
+from tinyvllm.bridge import kernel_timer
 from tinyvllm.cli import main
 from tinyvllm.cli.arguments import PARSERS
 from tinyvllm.engine import observer, stages
@@ -181,7 +182,7 @@ def test_a_step_with_a_trace_costs_a_fixed_number_of_calls(llm: LLM, monkeypatch
     output = TraceMemory()
     trace = start_trace(llm.engine, output)
     llm.engine.step()  # begins the flows of the requests, and is sampled
-    trace._count_at = trace._flush_at = math.inf
+    trace._count_at = trace._flush_at = trace.marks.until = math.inf
     for each in (stages, observer, module):
         monkeypatch.setattr(each, "time", SimpleNamespace(perf_counter=counted))
     monkeypatch.setattr(output, "write", writes.append)
@@ -230,6 +231,22 @@ def test_a_request_is_one_flow_from_its_arrival_to_its_end(llm: LLM) -> None:
         assert len(links) == 2 + len(chunks) + 1
 
 
+def test_a_trace_that_begins_between_two_decodes_knows_their_batch(llm: LLM) -> None:
+    for number in range(2):
+        llm.engine.add(f"r{number}", [5 + number, 6, 7], PARAMS)
+    for _ in range(4):
+        llm.engine.step()
+    output = TraceMemory()
+    trace = start_trace(llm.engine, output)
+    for _ in range(2):
+        llm.engine.step()
+    stop_trace(llm.engine, trace)
+    events = json.loads(output.text())
+    assert [(e["args"]["rows"], e["args"]["sequences"]) for e in of(events, "X", 1, "step")] == [(2, 2)] * 2 and len(of(events, "b")) == 2
+    while llm.engine.has_work():
+        llm.engine.step()
+
+
 def test_memory_is_counted(llm: LLM) -> None:
     events, _ = traced(llm, ["hello"])
     blocks, resident = of(events, "C", name="KV blocks"), of(events, "C", name="RSS")
@@ -248,8 +265,6 @@ def test_a_hostile_request_id_is_quoted_and_short(llm: LLM) -> None:
 
 
 def test_without_a_trace_nothing_is_left_on_the_way(llm: LLM) -> None:
-    from tinyvllm.bridge import kernel_timer
-
     before = len(llm.engine.observer._observers)
     traced(llm, ["hello"])
     assert llm.engine.trace is None and llm.engine.stages.marks is None and len(llm.engine.observer._observers) == before
@@ -265,6 +280,10 @@ def test_one_trace_at_a_time_and_it_ends_after_its_steps(llm: LLM) -> None:
     stop_trace(llm.engine, trace)
     stop_trace(llm.engine, trace)
     assert ended == [3]
+    output = TraceMemory()
+    trace = start_trace(llm.engine, output, 3, lambda: stop_trace(llm.engine, trace))
+    llm.generate("hello", PARAMS)
+    assert len(of(json.loads(output.text()), "X", 1, "step")) == 3 and kernel_timer() is None
 
 
 def test_steps_kept_on_disk_keep_the_work_of_their_kernels(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from tinyvllm.engine.observer import LAUNCH_ENDED, LAUNCH_STARTED, EngineObserver, Marks
+from tinyvllm.engine.observer import LAUNCH_ENDED, LAUNCH_STARTED, MAX_MARKS, EngineObserver, Marks
 from tinyvllm.engine.output import ActiveRequest
 from tinyvllm.engine.tools.kernel_table import KernelRoof, KernelTable
 from tinyvllm.engine.tools.step_slices import StepNote, StepSlices
@@ -32,7 +32,6 @@ COUNTER_SECONDS = 0.1  # between two readings of the memory
 FLUSH_SECONDS = 1.0
 FLUSH_EVENTS = 4096
 FORMAT_STEPS = 256  # whose texts are made together, a tenth of a second's at most
-MAX_MARKS = 1 << 14  # of steps without a text, most of which have failed then
 MAX_ID = 64  # characters of a request's id
 _PHASES = {LAUNCH_STARTED: "prepare", LAUNCH_ENDED: "launch", "run": "wait"}  # what ends there
 _STEPS, _REQUESTS, _KERNELS = 1, 2, 3  # threads of the trace
@@ -57,15 +56,16 @@ class StepTrace(EngineObserver):
         self._sample_every = SAMPLE_EVERY_GPU if runner.overlaps else SAMPLE_EVERY
         self._until_sample, self._sample_after = 0, 0.0  # steps, and a time: the next sample is after both
         self._timer = KernelTimer()
-        self._sampling = False
+        self._sampling = False  # the next step's kernels are timed
         self._start = time.perf_counter()
         self._count_at, self._flush_at = self._start, self._start + FLUSH_SECONDS  # when the memory is read, and events are written
-        self.marks: Marks = []  # of steps that are no text yet
-        self._notes: list[StepNote] = []  # of these, but for one that failed
+        self.marks = Marks()  # of steps that are no text yet
+        self._notes: list[StepNote] = []  # of these, but for the steps since `steps_marked` and those that raised
+        self._asked = 0  # steps until the next call of `steps_marked`
+        self._batches: list[tuple[int, StepNote]] = []  # that came since its last call, and after how many steps
+        self._note = StepNote(0, 0, False)  # of the batch before them
+        self._schedule: Schedule | None = None  # the last one
         self._slices = StepSlices(_STEPS, self._start, _PHASES)
-        self._last = self._start  # the end of the last step
-        self._rows = self._num_sequences = 0  # of the last schedule
-        self._attention: dict[str, Iterator[float]] = {}  # bytes that the next layer's attention reads, by the stem of its kernel
         self._flows: dict[ActiveRequest, int] = {}  # of requests that run
         self._decoding: set[int] = set()  # flows that had their first decode
         self._num_flows = 0
@@ -74,6 +74,7 @@ class StepTrace(EngineObserver):
     def close(self) -> None:
         """Write what is left."""
         self._stop_sampling()
+        self._count_steps()
         self._format_steps()
         self._flush()
         self._output.close()
@@ -83,37 +84,60 @@ class StepTrace(EngineObserver):
 
     # ---- steps ----
 
-    def step_started(self) -> None:
-        if len(self.marks) > MAX_MARKS:
-            self._format_steps()
-        self._sampling = self._until_sample <= 0 and self._last >= self._sample_after
-        if self._sampling:
-            self._timer.spent = 0.0
-            start_timing(self._timer)
+    def batch_changed(self, schedule: Schedule, owners: Mapping[int, ActiveRequest]) -> None:
+        note = StepNote(schedule.num_tokens, len(schedule.entries), False)
+        self._batches.append((self._asked - self.marks.left, note))
+        self._schedule = schedule
+        self._follow_requests(schedule, owners)
 
-    def step_launched(self, schedule: Schedule, owners: Mapping[int, ActiveRequest], num_steps: int) -> None:
-        if not schedule.reused:
-            self._rows, self._num_sequences = schedule.num_tokens, len(schedule.entries)
-            self._follow_requests(schedule, owners)
+    def steps_marked(self) -> None:
+        now = float(self.marks[-1]) if self.marks else time.perf_counter()
+        self._count_steps()
         if self._sampling:
-            self._attention = self._attention_bytes(schedule)
-
-    def step_finished(self) -> None:
-        self._notes.append(StepNote(self._rows, self._num_sequences, self._sampling))
-        self._last = now = float(self.marks[-1])
-        if self._sampling:
-            self._take_sample()
-        self._until_sample -= 1
-        self.num_steps += 1
+            self._take_sample(now)
         ends = self.num_steps == self._max_steps
-        if ends or len(self._notes) >= FORMAT_STEPS or now > self._count_at:
+        if self.marks and (ends or len(self._notes) >= FORMAT_STEPS or now > self._count_at or len(self.marks) > MAX_MARKS):
             self._format_steps()
             self._write_due(now)
             if ends or self._output.full:
-                self._on_end()
+                on_end, self._on_end = self._on_end, lambda: None
+                on_end()
+                return
+        self._ask(now)
+
+    def _ask(self, now: float) -> None:
+        """Choose after how many steps, or when, the next call comes: after the next one, if its kernels are timed."""
+        self._sampling = self._until_sample <= 0 and now >= self._sample_after
+        count, until = FORMAT_STEPS - len(self._notes), self._count_at
+        if self._sampling:
+            count = 1
+            self._timer.spent = 0.0
+            start_timing(self._timer)
+        elif self._until_sample > 0:
+            count = min(count, self._until_sample)
+        else:
+            until = min(until, self._sample_after)
+        if self._max_steps is not None:
+            count = max(1, min(count, self._max_steps - self.num_steps))
+        self._asked = self.marks.left = count
+        self.marks.until = until
+
+    def _count_steps(self) -> None:
+        """Count the steps that have ended since the last call, and note the batch of each."""
+        count, done = self._asked - self.marks.left, 0
+        self._asked = self.marks.left
+        self.num_steps += count
+        self._until_sample -= count
+        for before, note in self._batches:
+            self._notes += [self._note] * (before - done)
+            self._note, done = note, before
+        self._notes += [self._note] * (count - done)
+        self._batches = []
+        if self._sampling and count:
+            self._notes[-1] = self._note._replace(sampled=True)
 
     def _format_steps(self) -> None:
-        """Make texts of the steps since the last call. A step that failed has no end, and no text."""
+        """Make texts of the steps since the last call. A step that raised has no end, and no text."""
         if self._notes:
             self._events += self._slices.texts(self.marks, self._notes)
             self._notes = []
@@ -127,15 +151,17 @@ class StepTrace(EngineObserver):
             self._flush_at = now + FLUSH_SECONDS
             self._flush()
 
-    def _take_sample(self) -> None:
+    def _take_sample(self, now: float) -> None:
         """The kernels that ran in this step. One without a captured step, as at the first use of a shape, leaves the next to be sampled."""
         times, spent = self._stop_sampling(), self._timer.spent
         if not times:
             return
-        began, self._until_sample = time.perf_counter(), self._sample_every
+        began, self._until_sample = time.perf_counter(), self._sample_every - 1
         self.table.num_steps += 1
+        attention = self._attention_bytes()
         for kernel in times:
-            nbytes = kernel.nbytes or self._bytes_of_attention(kernel.name)
+            stem = "_".join(kernel.name.split("_")[:2])
+            nbytes = kernel.nbytes or (int(next(attention[stem], 0)) if stem in attention else 0)
             self.table.add(kernel.name, kernel.seconds, nbytes, kernel.flops)
             rate, flops = (nbytes / kernel.seconds, kernel.flops / kernel.seconds) if kernel.seconds > 0 else (0.0, 0.0)
             share, bound = self._roof.share(kernel.seconds, nbytes, kernel.flops)
@@ -144,18 +170,21 @@ class StepTrace(EngineObserver):
                 f'"of roof":{share:.3f},"bound":"{bound}"}}'
             )
             self._events.append(self._slice(_KERNELS, kernel.name, kernel.start, kernel.start + kernel.seconds, arguments))
-        self._sample_after = self._last + (spent + time.perf_counter() - began) / SAMPLE_SHARE
+        self._sample_after = now + (spent + time.perf_counter() - began) / SAMPLE_SHARE
 
     def _stop_sampling(self) -> list[KernelTime]:
         stop_timing(self._timer)
         times, self._timer.times = self._timer.times, []
         return times
 
-    def _attention_bytes(self, schedule: Schedule) -> dict[str, Iterator[float]]:
-        """Keys and values that the attention of each layer reads, which no plan can know: contexts grow without a new capture."""
+    def _attention_bytes(self) -> dict[str, Iterator[float]]:
+        """Keys and values that the attention of each layer reads in the last step, by the stem of its kernel.
+
+        No plan can know them: contexts grow without a new capture.
+        """
         tokens, windows = self._runner.kv_bytes_by_layer, self._runner.windows
         lengths: dict[str, list[tuple[int, int]]] = {"attention_decode": [], "attention_prefill": []}
-        for entry in schedule.entries:
+        for entry in self._schedule.entries if self._schedule else ():
             stem = "attention_decode" if entry.num_tokens == 1 or entry.drafts else "attention_prefill"
             lengths[stem].append((entry.start + entry.num_tokens, entry.num_tokens))
 
@@ -164,10 +193,6 @@ class StepTrace(EngineObserver):
                 yield sum(min(context, window - 1 + count) if window else context for context, count in lengths[stem]) * token
 
         return {stem: layers(stem) for stem in lengths}
-
-    def _bytes_of_attention(self, name: str) -> int:
-        stem = "_".join(name.split("_")[:2])
-        return int(next(self._attention[stem], 0)) if stem in self._attention else 0
 
     # ---- requests ----
 
@@ -202,7 +227,9 @@ class StepTrace(EngineObserver):
     def _follow_requests(self, schedule: Schedule, owners: Mapping[int, ActiveRequest]) -> None:
         now = time.perf_counter()
         for entry in schedule.entries:
-            owner = owners[entry.sequence.sequence_id]
+            owner = owners.get(entry.sequence.sequence_id)
+            if owner is None:
+                continue  # it has ended: of a schedule from before the trace
             known, flow = owner in self._flows, self._flow_of(owner)
             decode = entry.is_decode or bool(entry.drafts)
             if decode and flow in self._decoding and known:
