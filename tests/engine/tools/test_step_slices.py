@@ -37,7 +37,7 @@ def test_steps_of_several_kinds() -> None:
     assert {(e["ph"], e["pid"], e["tid"]) for e in found} == {("X", 1, 7)}
 
 
-def test_steps_that_failed_have_no_text() -> None:
+def test_steps_that_raised_have_no_text() -> None:
     slices = StepSlices(1, 0.0, {})
     failed = step(1.0, "schedule", end=False)
     marks = [*failed, *failed, *step(2.0, "schedule"), *failed, *step(3.0, "schedule"), *failed]
@@ -48,7 +48,7 @@ def test_steps_that_failed_have_no_text() -> None:
     assert [e["ts"] for e in found] == [2_000_000] * 4
 
 
-def test_numbers_of_all_widths() -> None:
+def test_numbers_of_all_sizes() -> None:
     chance, slices = random.Random(1), StepSlices(1, 0.0, {})
     for size in (1, 2, 64):
         marks: list[str | float] = []
