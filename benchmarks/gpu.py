@@ -383,7 +383,7 @@ def compare_transformers(o: argparse.Namespace, batch: int) -> None:
 
 
 def experts(o: argparse.Namespace) -> None:
-    """A mixture's experts and low-rank adapters: gpu_experts.py."""
+    """A mixture's experts, low-rank adapters and recurrent states: gpu_experts.py."""
     from benchmarks import gpu_experts  # not above: it imports tinygrad, and --dry chooses its device first
 
     gpu_experts.experts(o)

@@ -8,7 +8,7 @@
 #   B  9 min  all of tests/gpu, kernels (Hopper's, too), decodes of 1B and 8B in bf16
 #   C  9 min  256 requests (captures first, untimed), idle time, the profiler's view, memcheck and racecheck
 #   D  9 min  peers, each kernel against tinygrad's code
-#   E  8 min  decodes of 1B and 8B in q8_0, q4_0 and q4_k_m; experts and adapters; every kernel compiled at the sizes of real models
+#   E  8 min  decodes of 1B and 8B in q8_0, q4_0 and q4_k_m; experts, adapters, states; every kernel compiled at the sizes of real models
 #
 # Needs what `pip install -e .[test,cuda]` installs, or an image with torch and the packages of docs/gpu.md; no network, no C compiler. The
 # interpreter is .venv's, else python3; INTERPRETER names another one, TORCH_INTERPRETER the one that has torch and transformers, which are

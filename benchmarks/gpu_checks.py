@@ -169,6 +169,7 @@ def _needs(placement: Any, dry: bool) -> Iterator[tuple[str, Any]]:
     caches = DRY_CACHES if dry else ("BF16", "F16", "F32", *KV_FORMATS)
     yield from ((stem, ShapeFacts(placement, block_bytes=320, vocabulary=300)) for stem in ("advance", "kv_copy", "sample"))
     yield "lora_bias", ShapeFacts(placement, inputs=COLUMNS, outputs=64)
+    yield "gated_delta", ShapeFacts(placement, head_dim=32, outputs=48)
     for format in formats:
         facts = ShapeFacts(placement, format=format, **product)
         yield from ((stem, facts) for stem in ("pack_tiles", "embed", "matmul", "norm_gate_up_silu", "norm_head"))

@@ -1,17 +1,19 @@
-"""A mixture's experts and low-rank adapters on a GPU, op by op, with random operands: the part `experts` of gpu.py."""
+"""A mixture's experts, low-rank adapters and recurrent states on a GPU, op by op, with random operands: the part `experts` of gpu.py."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from tinygrad import Device, Tensor
 
 from benchmarks.gpu_figures import attempt, bandwidth_of, computing, effort, emit, start
-from benchmarks.gpu_ops import Op, bytes_of, floats, int32, kernel_weight, on_device, seconds_of
-from tinyvllm.backends.operands import AdapterStack
+from benchmarks.gpu_ops import Op, bytes_of, chunk, decodes, floats, int32, kernel_weight, on_device, seconds_of
+from tinyvllm.backends.operands import AdapterStack, DeltaShape, DeltaWeights
+from tinyvllm.batch import StateCache
+from tinyvllm.ops.delta import gated_delta
 from tinyvllm.ops.experts import Routing, RoutingPolicy, experts_down, experts_gate_up_silu, norm_route
 from tinyvllm.ops.lora import lora_bias
 from tinyvllm.ops.norm import Norm
@@ -41,6 +43,7 @@ class Mixture:
 
 
 QWEN3_30B_A3B, TOY = Mixture(2048, 768, 128, 8), Mixture(256, 256, 4, 2)
+QWEN3_5_27B, TOY_RULE = DeltaShape(16, 48, 128, 128, 4), DeltaShape(2, 4, 32, 32, 4)
 
 
 class MixtureWeights:
@@ -99,9 +102,26 @@ def adapter_op(E: int, O: int, T: int) -> Op:
     return Op(f"lora_bias {E}->{O}, {ADAPTERS} adapters of rank {RANK}", "lora_bias", make, 4 * numbers, 2 * T * RANK * (E + O))
 
 
+def gated_delta_op(s: DeltaShape, rows: int, sequences: int) -> Op:
+    """Decodes of `sequences`, or one sequence of `rows`. Bytes are those of the states, once read and once written."""
+    T = max(rows, sequences)
+    batch, y = chunk(T) if rows > 1 else decodes(sequences, 2), floats(T, s.width)
+    batch = replace(batch, states=int32([[b, b, sequences, 0] for b in range(sequences)]))
+    weights = DeltaWeights(
+        s, floats(s.taps * s.channels), on_device(-np.ones(s.value_heads, np.float32)), floats(s.value_heads), floats(s.value_dim), 1e-6
+    )
+
+    def make(kernel: bool) -> Callable[[], Tensor]:
+        cache = StateCache(floats(sequences + 1, s.state))
+        return lambda: gated_delta(y, weights, cache, batch)
+
+    held = s.value_heads * s.key_dim * s.value_dim
+    return Op(f"gated_delta, {sequences} x {T // sequences}", "gated_delta", make, 8 * sequences * held, 8 * T * held)
+
+
 def experts(o: argparse.Namespace) -> None:
-    """The ops of a layer of Qwen3-30B-A3B's experts by format and rows, and an adapter's product: shares of the roof that bounds few rows,
-    and of that of many.
+    """The ops of a layer of Qwen3-30B-A3B's experts by format and rows, an adapter's product, and the recurrence of a layer of Qwen3.5 27B:
+    shares of the roof that bounds few rows, and of that of many.
     """
     start(o)
     m, E, O = (TOY, 64, 64) if o.tiny else (QWEN3_30B_A3B, 4096, 6144)
@@ -129,5 +149,12 @@ def experts(o: argparse.Namespace) -> None:
 
     for format in FORMATS:
         attempt(o, mixture, format)
+
+    def recurrence(rows: int, sequences: int) -> None:
+        op = gated_delta_op(TOY_RULE if o.tiny else QWEN3_5_27B, rows, sequences)
+        timed(op, op.name)
+
     for T in counts:
         attempt(o, adapters, T)
+    for sizes in ((1, 1), (1, counts[1]), (counts[-1], 1)):
+        attempt(o, recurrence, *sizes)

@@ -30,6 +30,8 @@ WRONG: dict[str, tuple[str, str | Callable[[str], str]]] = {
     "experts_down": ("C", "1"),
     "list_experts": ("C", "1"),
     "experts_sum": ("C", "1"),
+    "gated_delta": ("TILED", "1"),
+    "delta_norm": ("EPS", "0.5f"),
     "norm_head": ("EPS", "0.5f"),
     "advance": ("NO_SLOT", "0"),
     "kv_copy": ("BLOCK_BYTES", "160"),

@@ -76,13 +76,15 @@ def test_each_kernel_against_tinygrads_code(driver: Driver, tmp_path: Path) -> N
 
 
 @pytest.mark.long
-def test_experts_and_adapters(driver: Driver, tmp_path: Path) -> None:
+def test_experts_adapters_and_states(driver: Driver, tmp_path: Path) -> None:
     found = figures(tmp_path / "run", "experts")
     assert {f"{op} {format}, {T} rows" for op in ("experts_gate_up_silu", "experts_down") for format in FORMATS for T in (1, 3)} <= set(
         found
     )
     assert {"norm_route, 3 rows", "lora_bias 64->64, 4 adapters of rank 16, 3 rows"} <= set(found)
-    assert {"norm_route", "list_experts", "experts_sum", "lora_shrink", "lora_bias"} <= set(driver.launched)
+    assert {f"gated_delta, {sizes}" for sizes in ("1 x 1", "3 x 1", "1 x 3")} <= set(found)
+    stems = {"norm_route", "list_experts", "experts_sum", "lora_shrink", "lora_bias", "gated_delta", "delta_norm"}
+    assert stems <= set(driver.launched)
     assert all(line["us"] > 0 for line in found.values())
 
 

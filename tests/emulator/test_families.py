@@ -64,6 +64,23 @@ def test_experts_run_by_kernels(monkeypatch: pytest.MonkeyPatch, name: str, devi
     assert all(any(part in reason for reason in reasons) for part in REASONS[name])
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("device", ["CUDA", "METAL"])
+def test_recurrent_states_run_by_kernels(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """A prompt in chunks, two sequences together, and decodes."""
+    monkeypatch.setattr(USE_TC, "value", 0)
+    with np.load(GOLDEN / "qwen3.5" / "golden.npz") as data:
+        prompt, expected = data["prompt_0"].tolist(), data["tokens_0"][:TOKENS].tolist()
+    with cuda_device(seed=5) if device == "CUDA" else metal_device():
+        registry.forget_choices()
+        options = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 16}
+        with LLM(GOLDEN / "qwen3.5", device=device, dtype="float16", skip_tokenizer_init=True, **options) as llm:
+            outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in (prompt, prompt)], GREEDY)
+        assert [output.outputs[0].token_ids for output in outputs] == [expected, expected]
+        ran = {choice.variant for choice in registry.choices(device) if choice.stem == "gated_delta"}
+    assert ran == {"sm_80" if device == "CUDA" else "apple7"}
+
+
 @pytest.mark.parametrize("device", ["CUDA", "METAL"])
 @pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("gemma2", "gemma3")), "ministral3"])
 def test_recorded_tokens(name: str, device: str) -> None:

@@ -61,7 +61,7 @@ def needs(device: str) -> dict[str, ShapeFacts]:
     return {
         "embed": ShapeFacts(at, **product), "kv_append": ShapeFacts(at, **_CACHE), "matmul": ShapeFacts(at, **product),
         "attention_decode": ShapeFacts(at, **_CACHE), "advance": ShapeFacts(at), "kv_copy": ShapeFacts(at, block_bytes=320),
-        "sample": ShapeFacts(at, vocabulary=300),
+        "sample": ShapeFacts(at, vocabulary=300), "gated_delta": ShapeFacts(at, head_dim=32, outputs=48),
     }  # fmt: skip
 
 
@@ -85,7 +85,8 @@ RIGHT += [
     Case("attention_decode", cache="BF16", head_dim=64, cap=True, sinks=True),
     Case("attention_prefill", cache="F16", head_dim=48, sinks=True),
 ]
-RIGHT += [Case("lora_bias"), Case("norm_route", "F32"), Case("experts_gate_up_silu", "Q4_K"), Case("experts_down", "BF16")]
+RIGHT += [Case("lora_bias"), Case("gated_delta"), Case("norm_route", "F32")]
+RIGHT += [Case("experts_gate_up_silu", "Q4_K"), Case("experts_down", "BF16")]
 RIGHT += [*(pytest.param(case, marks=pytest.mark.long) for case in LONG)]
 
 
@@ -116,7 +117,7 @@ def test_a_wrong_part_of_a_mixed_product_is_found(monkeypatch, stem, why):
     assert why in (cases.wrong(case, results, {}) or "")
 
 
-STEMS = ["embed", "kv_append", "attention_decode", "advance", "kv_copy", pytest.param("sample", marks=pytest.mark.long)]
+STEMS = ["embed", "kv_append", "attention_decode", "gated_delta", "advance", "kv_copy", pytest.param("sample", marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("stem", [*STEMS, pytest.param("matmul", marks=pytest.mark.long)])

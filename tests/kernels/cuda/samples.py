@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tests.formats import sampled_formats
-from tinyvllm.backends import low_rank
+from tinyvllm.backends import low_rank, recurrent
 from tinyvllm.backends.cuda import expert_plan
 from tinyvllm.backends.cuda import plan as records
 from tinyvllm.backends.cuda.expert_plan import Lists
 from tinyvllm.backends.cuda.plan import GPU
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.backends.operands import GateClamp, RoutingPolicy
+from tinyvllm.backends.operands import DeltaShape, GateClamp, RoutingPolicy
 from tinyvllm.backends.shapes import AdapterProduct, Attention, Heads, Product
 from tinyvllm.quant.formats import Layout
 
@@ -53,6 +53,7 @@ def samples(gpu: GPU, arch: str) -> dict[str, Kernel]:
         | _many(gpu)
         | _adapters(gpu)
         | _experts(gpu)
+        | _recurrent()
         | (_hopper(gpu) if f"{arch}a" == records.HOPPER else {})
         | _attention(gpu)
         | _tokens(gpu)
@@ -144,6 +145,17 @@ def _experts(gpu: GPU) -> dict[str, Kernel]:
     found["matmul MXFP4 clamped"] = expert_plan.experts_matmul(VARIANT, gated, lists, gpu, clamp=GateClamp(1.702, 7.0))
     found["matmul BF16 gelu"] = expert_plan.experts_matmul(VARIANT, replace(gated, format="BF16"), lists, gpu, gelu=True)
     found["quantize_input by experts"] = expert_plan.gathered(VARIANT, "Q4_K", Lists(64, 8, 128), 2048, EPS, 8)
+    return found
+
+
+def _recurrent() -> dict[str, Kernel]:
+    """Of Qwen3.5 27B, and of the narrowest and the widest heads."""
+    found = {}
+    for name, s, T, B in (
+        ("1", DeltaShape(16, 48, 128, 128, 4), 1, 1), ("512", DeltaShape(16, 48, 128, 128, 4), 512, 2),
+        ("narrow heads", DeltaShape(2, 4, 16, 16, 2, True), 8, 8), ("wide heads", DeltaShape(4, 4, 256, 256, 4), 64, 1),
+    ):  # fmt: skip
+        found[f"gated_delta of {name}"], found[f"delta_norm of {name}"] = recurrent.plan("cuda", VARIANT, s, T, B, EPS)
     return found
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
-from tinyvllm.backends import low_rank
+from tinyvllm.backends import low_rank, recurrent
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import expert_plan
 from tinyvllm.backends.metal import plan as records
 from tinyvllm.backends.metal.expert_plan import Lists
-from tinyvllm.backends.operands import GateClamp, RoutingPolicy
+from tinyvllm.backends.operands import DeltaShape, GateClamp, RoutingPolicy
 from tinyvllm.backends.shapes import AdapterProduct, Attention, Heads, Product
 from tinyvllm.quant.formats import GROUPED, Layout, packed_in
 from tinyvllm.quant.kv import KV_FORMATS
@@ -49,7 +49,7 @@ OSS = Sizes(2880, 2880, 64, 8, 64, 201088)  # gpt-oss
 
 def samples() -> dict[str, Kernel]:
     """Kernels by name, of which the first word is the stem."""
-    return _few() | _many() | _adapters() | _experts() | _attention() | _tokens()
+    return _few() | _many() | _adapters() | _experts() | _recurrent() | _attention() | _tokens()
 
 
 def _few() -> dict[str, Kernel]:
@@ -152,6 +152,17 @@ def _experts() -> dict[str, Kernel]:
     gate = GateClamp(1.702, 7.0)
     found["norm_gate_up_silu clamped"] = expert_plan.experts_gate_up(VARIANT, "MXFP4", Lists(64, 4, 32), 2880, 2880, EPS, True, clamp=gate)
     found["norm_gate_up_silu gelu"] = expert_plan.experts_gate_up(VARIANT, "BF16", Lists(1, 4, 32), 2880, 2880, EPS, half="UP", gelu=True)
+    return found
+
+
+def _recurrent() -> dict[str, Kernel]:
+    """Of Qwen3.5 27B, and of the narrowest and the widest heads."""
+    found = {}
+    for name, s, T, B in (
+        ("1", DeltaShape(16, 48, 128, 128, 4), 1, 1), ("512", DeltaShape(16, 48, 128, 128, 4), 512, 2),
+        ("narrow heads", DeltaShape(2, 4, 16, 16, 2, True), 8, 8), ("wide heads", DeltaShape(4, 4, 256, 256, 4), 64, 1),
+    ):  # fmt: skip
+        found[f"gated_delta of {name}"], found[f"delta_norm of {name}"] = recurrent.plan("metal", VARIANT, s, T, B, EPS)
     return found
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from tinygrad import Tensor
 
-from tinyvllm.backends import low_rank
+from tinyvllm.backends import low_rank, recurrent
 from tinyvllm.backends.buffers import cache_format, constant, empty, integers, present, scratch
 from tinyvllm.backends.cuda import plan
 from tinyvllm.backends.cuda.bandwidth import gpu_read_bandwidth
@@ -24,12 +24,22 @@ from tinyvllm.backends.cuda.limits import LIMITS
 from tinyvllm.backends.cuda.packing import pack_rows
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.limits import ShapeFacts, first_reason
-from tinyvllm.backends.operands import QKV, AdapterStack, DrawInputs, History, KernelTable, KernelWeight, NormWeights, packed, packed_parts
+from tinyvllm.backends.operands import (
+    QKV,
+    AdapterStack,
+    DeltaWeights,
+    DrawInputs,
+    History,
+    KernelTable,
+    KernelWeight,
+    NormWeights,
+    packed,
+    packed_parts,
+)
 from tinyvllm.backends.policies import bias_pitch
 from tinyvllm.backends.shapes import Attention, Heads, Product
 from tinyvllm.backends.without_ranks import WithoutRanks
-from tinyvllm.backends.without_states import WithoutStates
-from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.batch import Batch, LayerCache, StateCache
 from tinyvllm.bridge import (
     DeviceHooks,
     architecture,
@@ -51,7 +61,7 @@ OLDEST = {plan.BASE: 80}
 PRODUCTS = ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head")
 
 
-class CudaBackend(ExpertKernels, WithoutRanks, WithoutStates):
+class CudaBackend(ExpertKernels, WithoutRanks):
     """Kernels for NVIDIA GPUs of compute capability 8.0 and later."""
 
     name = "cuda"
@@ -179,6 +189,9 @@ class CudaBackend(ExpertKernels, WithoutRanks, WithoutStates):
         self, variant: str, x: Tensor, norm: NormWeights | None, stack: AdapterStack, bias: Tensor | None, adapters: Tensor, rows: Tensor
     ) -> Tensor:
         return low_rank.lora_bias(launch, self.name, variant, x, norm, stack, bias, adapters, rows)
+
+    def gated_delta(self, variant: str, y: Tensor, weights: DeltaWeights, cache: StateCache, batch: Batch) -> Tensor:
+        return recurrent.gated_delta(launch, self.name, variant, y, weights, cache, batch)
 
     def gate_up_silu(
         self, variant: str, x: Tensor, norm: NormWeights | None, weight: KernelWeight, rows: Tensor, bias: Tensor | None, gelu: bool = False

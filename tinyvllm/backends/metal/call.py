@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 from tinygrad import Tensor
 
-from tinyvllm.backends import low_rank
+from tinyvllm.backends import low_rank, recurrent
 from tinyvllm.backends.autotune import source_digest, tuned
 from tinyvllm.backends.buffers import cache_format, constant, empty, integers, present, scratch
 from tinyvllm.backends.kernel import Kernel
@@ -31,12 +31,21 @@ from tinyvllm.backends.metal.parts import each_bias, halves, tensors_of
 from tinyvllm.backends.metal.probe import unexpected_matrix_layout
 from tinyvllm.backends.metal.queue import gpu_name, import_pages, max_import, metal_free_memory, queue_of
 from tinyvllm.backends.metal.unusable import of_op
-from tinyvllm.backends.operands import QKV, AdapterStack, DrawInputs, History, KernelTable, KernelWeight, NormWeights, stored
+from tinyvllm.backends.operands import (
+    QKV,
+    AdapterStack,
+    DeltaWeights,
+    DrawInputs,
+    History,
+    KernelTable,
+    KernelWeight,
+    NormWeights,
+    stored,
+)
 from tinyvllm.backends.policies import bias_pitch
 from tinyvllm.backends.shapes import Attention, Heads, Product
 from tinyvllm.backends.without_ranks import WithoutRanks
-from tinyvllm.backends.without_states import WithoutStates
-from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.batch import Batch, LayerCache, StateCache
 from tinyvllm.bridge import (
     DeviceHooks,
     architecture,
@@ -65,7 +74,7 @@ OLDEST_FAMILY = 7  # of Apple's GPUs: M1's
 PRODUCTS = ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head")
 
 
-class MetalBackend(ExpertKernels, WithoutRanks, WithoutStates):
+class MetalBackend(ExpertKernels, WithoutRanks):
     """Kernels for the GPUs of Apple Silicon."""
 
     name = "metal"
@@ -252,6 +261,10 @@ class MetalBackend(ExpertKernels, WithoutRanks, WithoutStates):
         self, variant: str, x: Tensor, norm: NormWeights | None, stack: AdapterStack, bias: Tensor | None, adapters: Tensor, rows: Tensor
     ) -> Tensor:
         return low_rank.lora_bias(launch, self.name, variant, x, norm, stack, bias, adapters, rows)
+
+    @of_op("gated_delta")
+    def gated_delta(self, variant: str, y: Tensor, weights: DeltaWeights, cache: StateCache, batch: Batch) -> Tensor:
+        return recurrent.gated_delta(launch, self.name, variant, y, weights, cache, batch)
 
     @of_op("norm_gate_up_silu")
     def gate_up_silu(
