@@ -1,7 +1,7 @@
 """The slices of a trace's steps as text: of many steps together, as one text with numbers.
 
-A step of a small model takes 0.3 ms, and its trace may take 2% of that. Its eight slices have sixteen numbers; formatted one step at a time,
-with code that the step has driven out of the processor's caches, they took 9 us, together 3.
+A step of a small model takes 0.3 ms, and its trace may take 2% of that. Its eight slices have sixteen numbers; formatted one step at a
+time, with code that the step has driven out of the processor's caches, they took 9 us, together 3.
 """
 
 from __future__ import annotations
