@@ -63,6 +63,18 @@ def test_tokens_are_those_of_the_language_model(tmp_path: Path, family: str, ver
     assert open_checkpoint(tmp_path).config["eos_token_id"] == 2, "of the whole"
 
 
+@pytest.mark.parametrize("head", [False, True])
+def test_where_the_descriptions_contradict_each_other_a_head_in_the_file_decides(tmp_path: Path, head: bool) -> None:
+    """transformers 5 ties Mistral 3 by the whole's key, whatever text_config says, and leaves the head out of the file."""
+    written(tmp_path, "ministral3", 5, tie_word_embeddings=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["tie_word_embeddings"] = False
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {name: one for name, one in read_safetensors(tmp_path / "model.safetensors").items() if not name.startswith("lm_head.")}
+    save(tmp_path, tensors | ({"lm_head.weight": ONES} if head else {}))
+    assert open_checkpoint(tmp_path).config["tie_word_embeddings"] is not head
+
+
 def test_what_a_published_description_leaves_out_is_the_familys(tmp_path: Path) -> None:
     """That of Gemma 3 4B names six of its sizes."""
     text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024}

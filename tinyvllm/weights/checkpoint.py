@@ -118,7 +118,7 @@ def _open_safetensors(folder: Path, names: list[str], safetensors: list[str]) ->
     kind, logical = logical_tensors(config, tensors)
     kept, left_out = language_tensors(config, logical)
     unused = unused_tensors(tensors, logical)
-    return Checkpoint("safetensors", folder, language_description(config), kept, folder, unused, kind, left_out)
+    return Checkpoint("safetensors", folder, language_description(config, kept), kept, folder, unused, kind, left_out)
 
 
 def _open_gguf(path: Path) -> Checkpoint:

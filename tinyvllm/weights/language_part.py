@@ -34,14 +34,18 @@ _GEMMA4: dict[str, Any] = {
 }  # fmt: skip
 _UNIFIED = _GEMMA4 | {"max_position_embeddings": 262_144, "sliding_window": 1024, "model_type": "gemma4_unified_text"}
 _DEFAULTS = {"Gemma3ForCausalLM": _GEMMA3, "Gemma4ForCausalLM": _GEMMA4, "Gemma4UnifiedForCausalLM": _UNIFIED}
-# Keys of the whole that hold for the language model too; those of text_config come first.
-_SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype", "torch_dtype", "transformers_version")
 _RENAMED = (("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."), ("model.language_model.", "model."))
-_KEPT = "lm_head."
+_KEPT, _TIED = "lm_head.", "tie_word_embeddings"
+# Keys of the whole that hold for the language model too; those of text_config come first.
+_SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", _TIED, "dtype", "torch_dtype", "transformers_version")
 
 
-def language_description(config: dict[str, Any]) -> dict[str, Any]:
-    """The description of the language model, or `config` itself where it describes nothing else. ModelError for one not supported."""
+def language_description(config: dict[str, Any], tensors: Mapping[str, Record] | None = None) -> dict[str, Any]:
+    """The description of the language model, or `config` itself where it describes nothing else. ModelError for one not supported.
+
+    `tensors` are the language model's, by their own names. Where the whole and its text_config contradict each other about a tied head, as
+    in files of transformers 5, which ties by the whole's key, they decide.
+    """
     kinds = _kinds(config)
     if kinds is None:
         return config
@@ -53,6 +57,8 @@ def language_description(config: dict[str, Any]) -> dict[str, Any]:
         known = ", ".join(name for name in kinds if name is not None)
         raise ModelError(f"config.json, text_config: model_type {quoted(kind)} is not supported in this model; supported are {known}")
     shared = {key: config[key] for key in _SHARED if key in config}
+    if tensors is not None and {text.get(_TIED), config.get(_TIED)} == {True, False}:
+        text = {**text, _TIED: not any(name.startswith(_KEPT) for name in tensors)}
     return {**_DEFAULTS.get(kinds[kind], {}), **shared, **text, "architectures": [kinds[kind]]}
 
 
