@@ -98,9 +98,11 @@ class LayerCache:
 class StateCache:
     """The recurrent states of a layer that has no keys and values: float32 [P, numbers], one row a slot; the last slot is scratch, for
     padded sequences. What a row means is in `DeltaShape` (backends/operands.py). Its layer reads no blocks: it is in the first group.
+    Of up to `drafts` drafts of a step a slot keeps what the state needs of them once they are accepted.
     """
 
     states: Tensor
+    drafts: int = 0
     group: int = 0
     ranks: Any = None  # no ranks divide it
 
@@ -126,7 +128,7 @@ class Batch:
     shared_prefix_lens [B] for each decode, leading tokens in the same blocks as those of the decode before it; None where not computed
     states [B, 4]         of each sequence the slot of its recurrent states, the slot where they are before the step, a slot for a copy of
                           them, and after how many of its tokens that is made, 0 for none; the last slot where there is none, and for
-                          padding. None for a model without
+                          padding. A decode with the own slot of the decode before it is a draft after that. None for a model without
     arrived [T, E]        float32: the residual stream from the layers of another process; None where the model begins with its embedding
     others                the same batch for each group of layers after the first: with its own slots, block tables and shared prefixes
     """

@@ -18,6 +18,7 @@ OWN_HEADS = ("mtp",)  # in the target's own checkpoint; "model" may still name a
 CONTROLLERS = ("adaptive", "window", "fixed")
 OFF = ("off", "none", "")
 MAX_DRAFTS = 32  # of a sequence in a step
+STATE_DRAFTS = 16  # the same of a model with recurrent states, unless K is given: each state keeps their inputs
 MAX_LOOKUP = 32  # tokens; each length of n-grams between the bounds costs an entry a token
 MAX_TEXT = 10_000  # characters of JSON
 # Keys of vLLM that ask for what is the case anyway.
@@ -102,6 +103,11 @@ class SpeculativeConfig:
     def max_drafts(self) -> int:
         """K, chosen: the most drafts of a sequence in a step that any drafter is asked for."""
         return self.num_speculative_tokens or MAX_DRAFTS
+
+    @property
+    def state_drafts(self) -> int:
+        """The most drafts of a sequence in a step of a model with recurrent states."""
+        return self.num_speculative_tokens or STATE_DRAFTS
 
     def max_step_drafts(self, num_sequences: int) -> int:
         """The most drafts of a step of that many sequences."""

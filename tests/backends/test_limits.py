@@ -56,6 +56,7 @@ CHANGES = {
     "vocabulary": (1 << 18, (1 << 18) + 1),
     "experts": (128, 1024, 1025),
     "ungrouped": (False, True),
+    "drafts": (0, 3),
 }
 
 
@@ -70,7 +71,7 @@ def runs(kind: str, stem: str, f: ShapeFacts) -> bool:
     if stem == "lora_bias":
         return f.inputs % (32 if kind == "METAL" else 16) == 0 and f.outputs % 16 == 0 and rms
     if stem == "gated_delta":
-        return heads and f.outputs % 16 == 0 and (kind == "CPU" or f.head_dim <= 256)
+        return heads and f.outputs % 16 == 0 and (kind == "CPU" or (f.head_dim <= 256 and not f.drafts))
     if stem in EXPERTS and kind == "METAL":
         fits = inputs and f.experts <= 1024 and (rms or stem == "experts_down")
         return fits and {"norm_route": True, "experts_down": f.matrices == 1 and f.outputs % 4 == 0}.get(stem, f.matrices == 2)

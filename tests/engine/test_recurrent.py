@@ -135,7 +135,6 @@ def test_only_attention_takes_blocks(llm):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"speculative_config": "ngram"}, "speculative_config: not supported yet where the model has recurrent states"),
         ({"swap_space": 1 << 20}, "swap_space: not supported yet"),
         ({"enable_lora": True}, "enable_lora: not supported yet"),
     ],

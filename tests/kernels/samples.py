@@ -16,6 +16,7 @@ from tests.formats import sampled_formats
 from tests.kernels.calling import aligned
 from tinyvllm.backends.cpu.toolchain import cpu_features
 from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.operands import DeltaShape
 from tinyvllm.batch import NO_SLOT, KVLayout
 from tinyvllm.quant.formats import FORMATS, Activations, Layout
 from tinyvllm.quant.kv import KV_FORMATS, pack_blocks
@@ -81,10 +82,12 @@ def lora_bias(target: str, T: int = 15, E: int = 96, O: int = 112, norm: bool = 
     return kernel("lora_bias", target, 2, [blank(T, O), blank(T, E + parts * R), *ins], **sizes, **policy)
 
 
-def gated_delta(target: str, T: int = 15, KH: int = 2, VH: int = 6, DK: int = 32, DV: int = 48) -> Call:
-    """Three decodes of four rows, and two chunks, the second of which begins its sequence."""
+def gated_delta(target: str, T: int = 15, KH: int = 2, VH: int = 6, DK: int = 32, DV: int = 48, drafts: int = 0) -> Call:
+    """Three decodes of four rows, and two chunks, the second of which begins its sequence; with `drafts` the third decode is the draft of
+    the second, and each sequence that began earlier lacks two of its tokens.
+    """
     channels = 2 * KH * DK + VH * DV
-    state = 3 * channels + VH * DK * DV
+    state = DeltaShape(KH, VH, DK, DV, 4).slot(drafts)
     positions = int32(4, 0, 9, 0, *range(7, 14), *range(4))
     slots = int32(5, 5, 6, 0, 0, 0, 7, 1, 2, 2, 8, 0, 8, 8, 8, 0, 1, 4, 8, 0, 3, 3, 9, 2)
     ins = [
@@ -96,8 +99,13 @@ def gated_delta(target: str, T: int = 15, KH: int = 2, VH: int = 6, DK: int = 32
         slots,
     ]
     ins += [positions, int32(0, 1, 2, 3, 4, 11, 15), int32(3), int32(4, 2)]
-    arrays = [blank(T, VH * DV), blank(T, channels + 2 * VH + KH), floats(10, state), *ins]
-    return kernel("gated_delta", target, 3, arrays, KH=KH, VH=VH, DK=DK, DV=DV, TAPS=4, TILED=1, EPS=1e-6)
+    states = floats(10, state)
+    if drafts:
+        states[:, (3 + drafts) * channels + VH * DK * DV + drafts * 2 * VH] = 5
+        positions[:] = int32(7, 0, 1, 0, *range(7, 14), *range(4))
+        slots[4:12] = int32(0, 0, 7, 1, 0, 0, 7, 1)
+    arrays = [blank(T, VH * DV), blank(T, channels + 2 * VH + KH), states, *ins]
+    return kernel("gated_delta", target, 3, arrays, KH=KH, VH=VH, DK=DK, DV=DV, TAPS=4, TILED=1, EPS=1e-6, DRAFTS=drafts)
 
 
 def matmul_normed(target: str, T: int = 15, I: int = 96, O: int = 48) -> Call:
@@ -390,6 +398,7 @@ def _samples() -> dict[str, Callable[[str], Call]]:
     samples["lora_bias"] = lora_bias
     samples["lora_bias without norm"] = functools.partial(lora_bias, norm=False)
     samples["gated_delta"] = gated_delta
+    samples["gated_delta with drafts"] = functools.partial(gated_delta, drafts=2)
     samples["norm_route with policies"] = norm_route_with_policies
     for stem in ("experts_gate_up_silu", "experts_down"):
         samples[f"{stem} BF16 with biases"] = functools.partial(experts_with_biases, stem)

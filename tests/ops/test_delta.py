@@ -20,9 +20,9 @@ SCRATCH = 6  # the slot of padding
 
 
 class Layer:
-    """Random weights of a layer, and states of seven slots."""
+    """Random weights of a layer, and states of seven slots that keep `drafts` drafts."""
 
-    def __init__(self, shape: DeltaShape):
+    def __init__(self, shape: DeltaShape, drafts: int = 0):
         s = self.shape = shape
         self.numbers = {
             "taps": numbers(s.taps, s.channels, seed=1) * 0.5,
@@ -31,8 +31,14 @@ class Layer:
             "norm": numbers(s.value_dim, seed=4),
         }
         self.weights = DeltaWeights(s, *(realized(self.numbers[name].reshape(-1)) for name in ("taps", "decay", "shift", "norm")), EPS)
-        self.states = numbers(SCRATCH + 1, s.state, seed=5) * 0.3
-        self.cache = StateCache(realized(self.states))
+        self.states = numbers(SCRATCH + 1, s.slot(drafts), seed=5) * 0.3
+        self.cache = StateCache(realized(self.states), drafts)
+
+    def state(self, slot: int) -> np.ndarray:
+        """The numbers [STATE] of a slot, without what it keeps of drafts."""
+        s, states = self.shape, self.cache.states.numpy()[slot]
+        rows, matrix = (s.taps - 1) * s.channels, (s.taps - 1 + self.cache.drafts) * s.channels
+        return np.concatenate([states[:rows], states[matrix:][: s.state - rows]])
 
     def step(
         self,
@@ -119,6 +125,36 @@ def test_a_copy_of_the_state_continues_as_the_sequence_does(variant, shape, monk
         close(copied[1][4], copied[0][4])
         close(copied[1][5], copied[1][4])
         return whole
+
+    by_kernel(monkeypatch, "gated_delta", variant, op)
+
+
+@pytest.mark.parametrize(("shape", "variant"), in_turn(SHAPES, [*VARIANTS, "ref"]))
+def test_drafts_leave_the_bits_of_a_sequence_without(variant, shape, monkeypatch):
+    """Accepted and rejected ones, as many as a slot keeps and fewer, next to other decodes, a chunk and padding; then a copy."""
+    y, wrong, whole, layer = numbers(13, shape.width, seed=6), numbers(3, shape.width, seed=7), Layer(shape), Layer(shape, drafts=3)
+
+    def rows(*parts: np.ndarray) -> np.ndarray:
+        return np.concatenate(parts)
+
+    def op() -> np.ndarray:
+        expected = whole.step(y, [], [(2, 0, 13)])
+        other = layer.step(rows(y[:1], y[:4]), [(0, 0)], [(3, 0, 4)])
+        run = [(3, 4), (3, 5), (3, 6), (3, 7)]
+        parts = [other[1:], layer.step(rows(y[1:2], y[4:7], wrong[:1], y[:2]), [(0, 1), *run], [(5, 0, 2)], padded=(3, 0))[1:4]]
+        parts.append(layer.step(rows(y[7:8], wrong[:2], y[2:3]), [*((3, 7 + n) for n in range(3)), (0, 2)], [])[:1])  # 2 were accepted
+        parts.append(layer.step(y[8:9], [(3, 8)], []))
+        parts.append(layer.step(y[9:11], [(3, 9), (3, 10)], [], copies={3: (1, 10)}))
+        parts.append(layer.step(y[11:12], [], [(3, 11, 1)], copies={3: (4, 12)}))
+        parts.append(layer.step(rows(y[12:], wrong), [(3, 12 + n) for n in range(4)], [])[:1])
+        again = layer.step(rows(y[10:12], wrong[:1]), [(1, 10 + n) for n in range(3)], [])[:2]
+        close = np.testing.assert_array_equal if variant != "ref" else functools.partial(np.testing.assert_allclose, atol=2e-5)
+        close(rows(*parts), expected)
+        close(again, expected[10:12])
+        close(layer.step(y[12:], [(4, 12)], []), expected[12:])
+        close(layer.state(3), whole.state(2))
+        close(layer.state(4), whole.state(2))
+        return expected
 
     by_kernel(monkeypatch, "gated_delta", variant, op)
 

@@ -35,6 +35,7 @@ class ShapeFacts:
     table_blocks     blocks in a row of the block table
     cache_format     "F32", "F16", "BF16", or packed: "KV_FP8", "KV_INT8", "KV_INT4"; cache_elements, cache_bytes: of one layer's cache
     vocabulary       tokens
+    drafts           that a slot of recurrent states keeps
     """
 
     placement: Placement
@@ -65,6 +66,7 @@ class ShapeFacts:
     cache_elements: int = 0
     cache_bytes: int = 0
     vocabulary: int = 0
+    drafts: int = 0
 
     @property
     def queries_per_kv_head(self) -> int:
@@ -86,6 +88,7 @@ _NOUNS = {
     "cache_elements": "cache elements per layer",
     "cache_bytes": "cache bytes per layer",
     "vocabulary": "vocabulary",
+    "drafts": "drafts that a state keeps",
 }
 _FIELDS = {field.name for field in fields(ShapeFacts)} | {"queries_per_kv_head"}
 assert set(_NOUNS) <= _FIELDS

@@ -138,6 +138,13 @@ class DeltaShape:
         """Numbers of a sequence's state: the last taps - 1 rows of q, k and v, then S of each value head, `lanes` columns at a time."""
         return (self.taps - 1) * self.channels + self.value_heads * self.key_dim * self.value_dim
 
+    def slot(self, drafts: int) -> int:
+        """Numbers of a slot that keeps up to `drafts` drafts: the state, with their q, k and v after its last rows, then b and a of each,
+        and how many tokens the state is of. A multiple of 16.
+        """
+        numbers = self.state + drafts * (self.channels + 2 * self.value_heads) + 1
+        return -(-numbers // 16) * 16 if drafts else self.state
+
     @property
     def lanes(self) -> int:
         """Columns of S that lie side by side: those that kernels compute together."""

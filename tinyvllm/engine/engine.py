@@ -72,7 +72,7 @@ class Engine:
         self._closed = False
         self.config = config = replace(config, device=start_device(config.device, cache_folder()))
         self.runner = runner or load_runner(config, progress)
-        self.config = config = fitted_to_states(self.runner.options, self.runner.state_slots is not None)
+        self.config = config = fitted_to_states(self.runner.options, self.runner)
         self.max_model_len = self.runner.max_model_len
         self.tokenizer = load_model_tokenizer(config, self.runner)
         self.eos_ids = self.tokenizer.eos_ids if self.tokenizer else eos_ids_of(self.runner.checkpoint.config)

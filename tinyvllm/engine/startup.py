@@ -51,7 +51,7 @@ def load_runner(config: EngineConfig, progress: Progress | None, opened: OpenedM
     try:
         with DEVICE_LOCK:
             opened = opened or open_model(config, config.device)
-            config = fitted_to_states(config, opened.config.delta is not None)
+            config = fitted_to_states(config, opened)
             opened = replace(opened, likely_draw=_likely_draw(opened.checkpoint.folder))
             drafter = drafter_memory(config, opened)
             runner = Runner(config, config.device, progress, opened, drafter)
@@ -151,6 +151,7 @@ def new_scheduler(config: EngineConfig, runner: Runner, store: PrefixStore | Non
         groups.full,
         groups.windowed,
         runner.state_slots is not None,
+        None if runner.state_slots is None else runner.state_slots.drafts,
     )
     pool, prefix = BlockPool(blocks.num_blocks, config.block_size), None
     if config.enable_prefix_caching:

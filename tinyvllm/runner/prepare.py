@@ -398,8 +398,11 @@ class StepInputs:
         """The slots of the states of each sequence (`Batch.states`)."""
         self.states[:] = slots.scratch, slots.scratch, slots.scratch, 0
         for first, entries in ((0, singles), (self.shape.decodes, chunks)):
-            for b, entry in enumerate(entries, start=first):
-                self.states[b] = _state_slots(slots, entry.sequence)
+            b = first
+            for entry in entries:
+                rows = 1 + len(entry.drafts)
+                self.states[b : b + rows] = _state_slots(slots, entry.sequence)
+                b += rows
 
     def _measure_shared(self, count: int, block_size: int) -> bool:
         """Fill `shared_prefix_lens`: the first `count` rows from the block table, the others 0. Returns whether anything changed."""

@@ -10,21 +10,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from tinyvllm.request import Sequence
-from tinyvllm.scheduler.schedule import Schedule, Scheduled, Tokens
+from tinyvllm.scheduler.schedule import Schedule, Scheduled, SchedulerLimits, Tokens
 from tinyvllm.scheduler.scheduler import Scheduler
 
 
 def add_drafts(scheduler: Scheduler, schedule: Schedule, drafts: Mapping[int, Tokens]) -> Schedule:
     """The same step, which has not run yet, with drafts for decodes, by sequence id: as many as fit, from the first of each.
 
-    They count against the tokens of a step, and stay within the longest context. Blocks for them come without preemption, and as many as
+    They count against the tokens of a step, and stay within the longest context. A copy of recurrent states is made after a token that is
+    no draft: drafts end before it. Blocks for them come without preemption, and as many as
     sequences run stay free, so that no draft takes the block that another sequence's next token needs.
     """
     budget = unused = scheduler.limits.max_batched_tokens - schedule.num_tokens
     entries = list(schedule.entries)
     for i, entry in enumerate(entries):
         wanted = drafts.get(entry.sequence.sequence_id, ()) if entry.is_decode else ()
-        count = min(len(wanted), budget, scheduler.limits.max_model_len - entry.start - 2)
+        count = min(len(wanted), budget, _most(scheduler.limits, entry))
         if count > 0 and (count := _allocate(scheduler, entry, count)):
             entries[i] = Scheduled(entry.sequence, entry.start, count + 1, count + 1, wanted[:count])
             budget -= count
@@ -34,6 +35,14 @@ def add_drafts(scheduler: Scheduler, schedule: Schedule, drafts: Mapping[int, To
     if scheduler._reusable is not None:
         scheduler._reusable.was_interrupted = True
     return replace(schedule, entries=entries, reused=False, changed=[])
+
+
+def _most(limits: SchedulerLimits, entry: Scheduled) -> int:
+    """How many drafts an entry may have."""
+    room, sequence = limits.max_model_len - entry.start - 2, entry.sequence
+    if limits.max_drafts is not None:
+        room = min(room, limits.max_drafts)
+    return min(room, sequence.copy_at - entry.start - 2) if sequence.copy_at > entry.start + 1 else room
 
 
 def _allocate(scheduler: Scheduler, entry: Scheduled, count: int) -> int:

@@ -21,7 +21,8 @@ class SchedulerLimits:
     `block_bytes` is the size of a block in all layers, for the cost of a swap. `preemption` "recompute" or "swap" forces the method.
     `max_step_seconds` is the target for a step with decodes and chunks; None sets none. `window` is how many tokens a query sees in any
     layer of a window: blocks before them are freed; with 0 none are. `full_groups` and `window_groups` are those of `BlockGroups`.
-    `recurrent`: sequences have states that are not in blocks.
+    `recurrent`: sequences have states that are not in blocks. `max_drafts` of a sequence in a step: as many as its states keep; None sets
+    no limit.
     """
 
     max_num_seqs: int
@@ -36,6 +37,7 @@ class SchedulerLimits:
     full_groups: int = 0
     window_groups: int = 1
     recurrent: bool = False
+    max_drafts: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:

@@ -20,7 +20,7 @@ class StateKernels:
         ins = [y, weights.taps, weights.decay, weights.shift, weights.norm, batch.states, batch.positions, batch.query_starts]
         kernel = Kernel.cpu(
             "gated_delta", variant, 3, len(ins) + 2, 8 * T * s.value_heads * s.key_dim * s.value_dim,
-            4 * (2 * B * s.state + T * (s.width + s.values)),
+            4 * (2 * B * s.state + T * (s.width + s.values)), DRAFTS=cache.drafts,
             KH=s.key_heads, VH=s.value_heads, DK=s.key_dim, DV=s.value_dim, TAPS=s.taps, TILED=int(s.tiled), EPS=constant(weights.eps),
         )  # fmt: skip
         scratch = empty(y, T, s.channels + 2 * s.value_heads + s.key_heads)

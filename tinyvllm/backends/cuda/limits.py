@@ -68,7 +68,7 @@ LIMITS: Limits = {
     "attention_prefill": (*_ATTENTION, stored_values),
     "matmul": (*plain_outputs, *_PRODUCT, _ONE_FORMAT),
     "lora_bias": (multiple_of("inputs", 16), multiple_of("outputs", 16), no_layer_norm),
-    "gated_delta": (_HEADS, at_most("head_dim", MAX_KEY_DIM), multiple_of("outputs", 16)),
+    "gated_delta": (_HEADS, at_most("head_dim", MAX_KEY_DIM), multiple_of("outputs", 16), at_most("drafts", 0)),
     "norm_gate_up_silu": (silu_gate, multiple_of("outputs", 16), *_PRODUCT, rms_norm_only),
     "norm_route": (_INPUTS, _EXPERTS, no_layer_norm),
     "experts_gate_up_silu": (multiple_of("outputs", 16), *_PRODUCT, _ONE_FORMAT, _EXPERTS, no_layer_norm),

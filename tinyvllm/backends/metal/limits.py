@@ -51,7 +51,7 @@ LIMITS: Limits = {
     "attention_prefill": (*_ATTENTION, stored_values),
     "matmul": (*plain_outputs, _INPUTS, matrices(1, "several are multiplied only together with their norm")),
     "lora_bias": (multiple_of("inputs", WIDTH), multiple_of("outputs", 16), no_layer_norm),
-    "gated_delta": (_HEADS, at_most("head_dim", MAX_KEY_DIM), multiple_of("outputs", 16)),
+    "gated_delta": (_HEADS, at_most("head_dim", MAX_KEY_DIM), multiple_of("outputs", 16), at_most("drafts", 0)),
     "norm_gate_up_silu": (silu_gate, _INPUTS, matrices(2, "gate and up"), rms_norm_only),
     "norm_route": (_INPUTS, _EXPERTS, no_layer_norm),
     "experts_gate_up_silu": (_INPUTS, matrices(2, "gate and up"), _EXPERTS, rms_norm_only),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tinyvllm.config.engine import EngineConfig
 from tinyvllm.config.switches import cache_folder
 from tinyvllm.engine.drafter_memory import drafter_memory
+from tinyvllm.engine.recurrent import fitted_to_states
 from tinyvllm.engine.tools.hub_choice import Choice, choose_pull
 from tinyvllm.engine.tools.plan_sizes import Sizes, make_sizes, open_rank, open_sizes
 from tinyvllm.errors import ArgumentError, KernelError, OutOfMemoryError, ToolchainError
@@ -122,6 +123,7 @@ def _plan(name: str, config: EngineConfig, available: int, limit: str, speed: bo
     from tinyvllm.runner.planned import architecture_of_model, bytes_by_format, planned_kernels, skipped_by_machine
 
     opened = open_model(config, config.device)
+    config = fitted_to_states(config, opened)
     sizes = make_sizes(config, opened, drafter_memory(config, opened), available, limit)
     held = opened.outline().held  # last: the kernels are those of the model with these weights, in rank 0
     if opened.whole is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyvllm.config.engine import QUANTIZATIONS, EngineConfig
 from tinyvllm.engine.drafter_memory import drafter_memory
+from tinyvllm.engine.recurrent import fitted_to_states
 from tinyvllm.errors import ModelError, OutOfMemoryError
 from tinyvllm.host_memory import megabytes
 
@@ -109,6 +110,7 @@ def open_sizes(config: EngineConfig, available: int, limit: str) -> Sizes:
     from tinyvllm.runner.opened import open_model
 
     opened = open_model(config, config.device)
+    config = fitted_to_states(config, opened)
     return make_sizes(config, opened, drafter_memory(config, opened), available, limit)
 
 
