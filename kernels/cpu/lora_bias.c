@@ -11,9 +11,9 @@
 //   adapters  [T] int32                 n for adapter n - 1, 0 for none
 //   rows      [1] int32                 how many rows of x there are, 0 to T; further rows of out are unchanged
 //
-// E % 16 == 0, O % 16 == 0, R % 4 == 0. The outputs of the second of the PARTS projections begin at SECOND, those of the third at THIRD,
-// both multiples of 16. All in float32, a row's sums in one order whatever the other rows are: over x in sixteen lanes, ascending, then
-// v16_sum; over ranks ascending; then + bias. A row to norm is a unit of work, then four ranks of some rows, then some outputs of some
+// E % 16 == 0, O % 16 == 0, R % 4 == 0. The outputs of the second of the PARTS projections begin at SECOND, of the third at THIRD, of the
+// fourth at FOURTH, multiples of 16. All in float32, a row's sums in one order whatever the other rows are: over x in sixteen lanes, ascending,
+// then v16_sum; over ranks ascending; then + bias. A row to norm is a unit of work, then four ranks of some rows, then some outputs of some
 // rows. LoRA (Hu et al., 2021, arXiv:2106.09685); many adapters in one batch as in Punica (Chen et al., 2023, arXiv:2310.18547).
 #include "params.h"
 #include "spread.h"
@@ -39,6 +39,9 @@
 #endif
 #ifndef THIRD
 #define THIRD O
+#endif
+#ifndef FOURTH
+#define FOURTH O
 #endif
 
 static inline int rank_of(const int32_t *ranks, int adapter) { return adapter > 0 ? ranks[adapter - 1] : 0; }
@@ -99,7 +102,7 @@ static inline void expand(float *out, const float *b, const float *hidden, int r
     v16_store(out + o, start);
     return;
   }
-  const float *h = hidden + ((o >= SECOND) + (o >= THIRD)) * R;
+  const float *h = hidden + ((o >= SECOND) + (o >= THIRD) + (o >= FOURTH)) * R;
   v16 sum = v16_set(0.0f);
   for (int r = 0; r < rank; r++) sum = v16_fma(v16_set(h[r]), v16_load(b + (long)r * O + o), sum);
   v16_store(out + o, v16_add(sum, start));

@@ -8,8 +8,9 @@
 //   adapters  [T] int32              n for adapter n - 1, 0 for none
 //   rows      [1] int32              how many rows of x there are, 0 to T; further rows of out are unchanged
 //
-// O % 16 == 0. The outputs of the second of the PARTS projections begin at SECOND, those of the third at THIRD, both multiples of 16. All in
-// float32, a row's sums in one order whatever the other rows are: over ranks ascending with fma, then + bias. ROWS is the host's choice.
+// O % 16 == 0. The outputs of the second of the PARTS projections begin at SECOND, of the third at THIRD, of the fourth at FOURTH, multiples
+// of 16. All in float32, a row's sums in one order whatever the other rows are: over ranks ascending with fma, then + bias. ROWS is the host's
+// choice.
 //
 // Launch: grid (ceil(T / ROWS), ceil(O / 512), 1), 128 threads, no dynamic shared memory. Unit of work: a thread has four outputs of ROWS
 // rows; it reads B once for neighbours with one adapter.
@@ -23,6 +24,9 @@ static_assert(O % 16 == 0, "lora_bias: O must be a multiple of 16");
 #endif
 #ifndef THIRD
 #define THIRD O
+#endif
+#ifndef FOURTH
+#define FOURTH O
 #endif
 #if BIAS
 #define BIAS_ARGUMENT const float *bias,
@@ -40,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (count <= 0 || o >= O) return;
   const float4 start = BIAS_AT(o);
   adapters += first, out += (u64)first * O + o;
-  hidden += (u64)first * HIDDEN + ((o >= SECOND) + (o >= THIRD)) * R;
+  hidden += (u64)first * HIDDEN + ((o >= SECOND) + (o >= THIRD) + (o >= FOURTH)) * R;
   for (int row = 0; row < count;) {
     const Run run = run_at(adapters, ranks, row, count);
     row = run.end;

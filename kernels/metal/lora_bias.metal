@@ -8,8 +8,8 @@
 //   adapters  [T] int32              n for adapter n - 1, 0 for none
 //   rows      [1] int32              number of valid rows of x, 0 to T; the rows of out from there on are not written
 //
-// O % 16 == 0. The outputs of the second of the PARTS projections begin at SECOND, those of the third at THIRD, both multiples of 16. float32,
-// a row's sums in one order whatever the other rows are: over ranks ascending with fma, then + bias. ROWS is the host's choice.
+// O % 16 == 0. The outputs of the second of the PARTS projections begin at SECOND, of the third at THIRD, of the fourth at FOURTH, multiples
+// of 16. float32, a row's sums in one order whatever the other rows are: over ranks ascending with fma, then + bias. ROWS is the host's choice.
 //
 // A thread has four outputs of ROWS rows; it reads B once for neighbours with one adapter.
 //     grid (ceil(T / ROWS), ceil(O / 512), 1), 128 threads
@@ -23,6 +23,9 @@ static_assert(O % 16 == 0, "lora_bias: O must be a multiple of 16");
 #endif
 #ifndef THIRD
 #define THIRD O
+#endif
+#ifndef FOURTH
+#define FOURTH O
 #endif
 #if BIAS
 #define BIAS_ARGUMENT device const float *bias,
@@ -44,7 +47,7 @@ INLINE Sums multiply(device const float *b, device const float *hidden, Run run)
   const int first = group.x * ROWS, count = min(rows[0] - first, ROWS), o = int(group.y * 128 + index) * 4;
   if (count <= 0 || o >= O) return;
   const float4 start = BIAS_AT(o);
-  device const float *own = hidden + (ulong)first * HIDDEN + ((o >= SECOND) + (o >= THIRD)) * R;
+  device const float *own = hidden + (ulong)first * HIDDEN + ((o >= SECOND) + (o >= THIRD) + (o >= FOURTH)) * R;
   for (int row = 0; row < count;) {
     const Run run = run_at(adapters + first, ranks, row, count);
     row = run.end;

@@ -54,7 +54,7 @@ class Adapters:
 
 SHAPES = [  # T, O, R, starts, normed, biased
     (1, 528, 64, (0,), False, True),
-    (8, 112, 8, (0, 64, 96), True, False),
+    (8, 112, 8, (0, 48, 64, 96), True, False),
     (13, 64, 24, (0, 32), True, True),
     (13, 544, 8, (0,), False, False),
 ]

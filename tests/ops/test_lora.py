@@ -7,6 +7,7 @@ import pytest
 from tinygrad import Tensor
 
 from tests.ops.inputs import VARIANTS, by_kernel, int32, numbers, packed, realized
+from tinyvllm.backends import registry
 from tinyvllm.ops.linear import gate_up_silu, linear
 from tinyvllm.ops.lora import AdapterStack, lora_bias
 from tinyvllm.ops.norm import Norm
@@ -37,7 +38,7 @@ def expected(x: np.ndarray, stack: AdapterStack, bias: np.ndarray | None) -> np.
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "ref"])
-@pytest.mark.parametrize(("starts", "O"), [((0,), 288), ((0, 32), 64), ((0, 64, 80), 96)])
+@pytest.mark.parametrize(("starts", "O"), [((0,), 288), ((0, 32), 64), ((0, 48, 64, 80), 96)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_each_row_gets_what_its_adapter_adds(variant, starts, O, biased, monkeypatch):
     x, norm = numbers(len(ROWS), I), None if len(starts) == 1 else Norm("RMS", realized(numbers(I, seed=3)), 1e-5)
@@ -53,6 +54,15 @@ def test_each_row_gets_what_its_adapter_adds(variant, starts, O, biased, monkeyp
     alone = np.array([n in (0, 3) for n in ROWS])
     neutral = np.full(O, -0.0, np.float32) if bias is None else bias
     assert (got[alone].view(np.int32) == neutral.view(np.int32)).all(), "-0, which changes no bit of a sum"
+
+
+def test_projections_that_share_sixteen_outputs_have_no_kernel():
+    stack, x = stack_of((0, 40, 44), 48), numbers(len(ROWS), I)
+    registry.forget_choices()
+    got = lora_bias(realized(x), None, stack, None, int32(*ROWS), int32(len(ROWS))).numpy()
+    (choice,) = registry.choices()
+    assert choice.variant == "ref" and "outputs in multiples of 16; the model has 40" in choice.why
+    np.testing.assert_allclose(got, expected(x, stack, None), atol=2e-4)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

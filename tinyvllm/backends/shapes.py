@@ -79,7 +79,7 @@ class AdapterProduct:
     @property
     def borders(self) -> dict[str, Constant]:
         """Constants of kernels that must know an output's projection."""
-        return dict(zip(("SECOND", "THIRD"), self.starts[1:]))
+        return dict(zip(("SECOND", "THIRD", "FOURTH"), self.starts[1:]))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,10 @@ def lora_bias(x: Tensor, norm: Norm | None, stack: AdapterStack, bias: Tensor | 
     """
     placement = Placement.of(x.device)
     (N, P, R, I), O = (int(d) for d in stack.a.shape), int(stack.b.shape[2])
-    facts = ShapeFacts(placement, inputs=I, outputs=O, norm="" if norm is None else norm.kind)
+    ends = [*stack.starts[1:], O]
+    widths = [end - start for start, end in zip(stack.starts, ends, strict=True)]
+    odd = next((width for width in widths if width % 16), O)  # kernels have no sixteen outputs of two projections
+    facts = ShapeFacts(placement, inputs=I, outputs=odd, norm="" if norm is None else norm.kind)
     kernel = select("lora_bias", placement, f"{N} adapters of {I}->{O}, ranks up to {R}", facts)
     if kernel is not None:
         return kernel.backend.lora_bias(kernel.variant, x, norm, stack, bias, adapters, rows)
@@ -35,7 +38,6 @@ def lora_bias(x: Tensor, norm: Norm | None, stack: AdapterStack, bias: Tensor | 
     changes = (adapters.unsqueeze(1) == numbers) & (stack.ranks.unsqueeze(0) > 0)
     hidden = (x @ stack.a.reshape(N * P * R, I).transpose()).reshape(T, N, P, R)
     hidden = changes.reshape(T, N, 1, 1).where(hidden, 0.0).contiguous()
-    ends = [*stack.starts[1:], O]
     parts = [hidden[:, :, p].reshape(T, N * R) @ stack.b[:, :, stack.starts[p] : ends[p]].reshape(N * R, -1) for p in range(P)]
     added = parts[0] if P == 1 else parts[0].cat(*parts[1:], dim=1)
     own = added if bias is None else added + bias.float()
