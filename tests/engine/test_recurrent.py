@@ -136,7 +136,6 @@ def test_only_attention_takes_blocks(llm):
     ("options", "words"),
     [
         ({"swap_space": 1 << 20}, "swap_space: not supported yet"),
-        ({"enable_lora": True}, "enable_lora: not supported yet"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(options, words):

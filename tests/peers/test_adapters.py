@@ -27,6 +27,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "rank_pattern": {"q_proj": 2, "model.layers.0.mlp.up_proj": 16},
         "alpha_pattern": {"down_proj": 2},
     },
+    "qwen3.5": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+    "qwen3next": {"r": 4, "lora_alpha": 8, "target_modules": r".*\.(in_proj_qkvz|in_proj_ba|out_proj|q_proj)"},
+    "gemma4": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+    "gemma4moe": {"r": 4, "lora_alpha": 8, "target_modules": r".*\.(self_attn\.[qkv]_proj|mlp\.(gate|down)_proj)"},
 }
 STEPS = 12
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, by PEFT

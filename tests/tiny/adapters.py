@@ -15,6 +15,8 @@ from tests.tiny.to_gguf import read_folder
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+SHARED = tuple(name.replace("mlp.", "mlp.shared_expert.") for name in MLP)
+IN_FRONT = "model.per_layer_model_projection"  # the module that is in no layer
 
 
 def in_float32(model: Path, folder: Path, weights: Mapping[str, np.ndarray]) -> Path:
@@ -38,11 +40,13 @@ def write_adapter(
     infix: str = "",
     dtype: type = np.float32,
 ) -> Path:
-    """An adapter of these modules of all layers of a safetensors model, or of all its matrices, that changes its tokens; the folder."""
+    """An adapter of these modules of all layers of a safetensors model, or of all its matrices and IN_FRONT, that changes its tokens; the
+    folder.
+    """
     random, tensors, targets = np.random.default_rng(seed), {}, set()
     for name, weight in read_folder(model).items():
         module = name.removesuffix(".weight")
-        part = module.split(".", 3)[3] if module.startswith("model.layers.") else ""
+        part = module.split(".", 3)[3] if module.startswith("model.layers.") else module if module == IN_FRONT else ""
         if weight.ndim != 2 or not part or (modules is not None and part not in modules):
             continue
         targets.add(module.rpartition(".")[2])

@@ -31,7 +31,6 @@ def fitted_to_states(config: EngineConfig, model: OpenedModel | Runner) -> Engin
         "swap_space": config.swap_space > 0,
         "prefix_cache_dir": config.prefix_cache_dir is not None,
         "kv_events_config": config.kv_events_config is not None,
-        "enable_lora": config.enable_lora,
     }
     if wanted := [name for name, given in asked.items() if given]:
         raise ArgumentError(f"{', '.join(wanted)}: not supported yet where {_WHY}; leave it out")

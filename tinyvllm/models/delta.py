@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import numpy as np
 from tinygrad import Tensor, nn
 
 from tinyvllm.batch import Batch, LayerCache
@@ -27,7 +28,18 @@ class Vector:
     weight: Tensor
 
 
-class DeltaBlock(LlamaBlock):
+class HybridBlock(LlamaBlock):
+    """One layer of either kind."""
+
+    def _normed_products(self, field: str, x: Tensor, batch: Batch) -> Tensor:
+        """The normed x [T, E] times a product, plus what rows' adapters add: float32 [T, O]. Rows without an adapter add -0."""
+        product: Product = getattr(self.weights, field)
+        x, norm = product.in_order(x), rms(self.attn_norm)
+        y, bias = norm_products(x, norm, product.weight, batch.rows), self._bias(field, x, norm, batch)
+        return y if bias is None else (y + bias).contiguous()
+
+
+class DeltaBlock(HybridBlock):
     """One layer with a recurrent state; names are GGUF's."""
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -43,7 +55,7 @@ class DeltaBlock(LlamaBlock):
 
     def _attend(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: Any, rotations: Rotations) -> Tensor:
         """As in LLaMA, float32 [T, VH * DV], with a `StateCache`."""
-        y = norm_products(self.weights.qkv.in_order(x), rms(self.attn_norm), self.weights.qkv.weight, batch.rows)
+        y = self._normed_products("qkv", x, batch)
         norm = rms(self.ssm_norm)
         weights = DeltaWeights(self.delta, self.ssm_conv1d.weight, self.ssm_a.weight, self.ssm_dt.weight, norm.weight, norm.eps)
         return gated_delta(y, weights, cache, batch)
@@ -51,8 +63,11 @@ class DeltaBlock(LlamaBlock):
     def products(self) -> dict[str, tuple[str, ...]]:
         return super().products() | {"qkv": ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")}
 
+    def input_order(self, field: str) -> np.ndarray | None:
+        return value_order(self.delta, self.delta.value_dim) if field == "attn_output" and self.delta.tiled else None
 
-class GatedBlock(LlamaBlock):
+
+class GatedBlock(HybridBlock):
     """One layer with attention whose values are multiplied by the sigmoids of a product of their own."""
 
     weights_type: ClassVar[type[LayerWeights]] = GatedWeights
@@ -63,8 +78,7 @@ class GatedBlock(LlamaBlock):
         self.attn_gate = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
 
     def _attend(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: LayerCache, rotations: Rotations) -> Tensor:
-        product: Product = self.weights.gate
-        gates = norm_products(product.in_order(x), rms(self.attn_norm), product.weight, batch.rows)
+        gates = self._normed_products("gate", x, batch)
         return (super()._attend(x, batch, attention, cache, rotations) * gates.sigmoid()).contiguous()
 
     def products(self) -> dict[str, tuple[str, ...]]:
@@ -86,3 +100,9 @@ def shape_of(config: ModelConfig) -> DeltaShape:
     """The heads of the layers with states."""
     assert config.delta is not None, "a family with such layers sets it"
     return config.delta
+
+
+def value_order(shape: DeltaShape, width: int) -> np.ndarray:
+    """Of rows of tiled value heads, `width` of each, their numbers where value heads of a key head are neighbours; int [VH width]."""
+    rows = np.arange(shape.value_heads * width).reshape(shape.key_heads, -1, width)
+    return np.ascontiguousarray(rows.swapaxes(0, 1)).reshape(-1)

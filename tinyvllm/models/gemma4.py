@@ -17,7 +17,7 @@ from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models import llama
 from tinyvllm.models.config import MAX_EXPERTS, ModelConfig, Source, Transform, gguf_windows, hf_window_rope, hf_windows
 from tinyvllm.models.delta import Vector
-from tinyvllm.models.llama import Llama, LlamaBlock, Rotations, rms
+from tinyvllm.models.llama import Llama, LlamaBlock, Rotations, bias_of, rms
 from tinyvllm.models.mixture import gguf_expert_sources, gguf_experts, joined_experts, routing_policy
 from tinyvllm.models.projections import LayerInputWeights, LayerWeights
 from tinyvllm.ops.attention import PagedAttention
@@ -68,9 +68,9 @@ class Gemma4Block(LlamaBlock):
         inputs = rotations.inputs if isinstance(rotations, StepContext) else None
         gate, proj = self.weights.input_gate, self.weights.input_proj
         if inputs is not None and gate is not None and proj is not None:
-            h = linear(gate.in_order(x), gate.weight, batch.rows, gelu=True)
-            h = proj.in_order((h * inputs[:, self.layer]).contiguous())
-            x = linear(h, proj.weight, batch.rows, None, x, norm=rms(self.post_norm))
+            ordered = gate.in_order(x)
+            h = linear(ordered, gate.weight, batch.rows, self._bias("input_gate", ordered, None, batch), gelu=True)
+            x = self._project((h * inputs[:, self.layer]).contiguous(), "input_proj", batch, x, "post_norm")
         return (x * self.layer_output_scale.weight).contiguous()
 
     def _after_attention(self, x: Tensor, attended: Tensor, batch: Batch) -> Tensor:
@@ -80,8 +80,10 @@ class Gemma4Block(LlamaBlock):
             return super()._after_attention(x, attended, batch)
         c, rows = self.config, batch.rows
         x = self._project(attended, "attn_output", batch, x, "post_attention_norm")
-        h = gate_up_silu(w.shared_in.in_order(x), self._norm("ffn_norm"), w.shared_in.weight, rows, None, c.gelu).contiguous()
-        dense = linear(w.shared_down.in_order(h), w.shared_down.weight, rows, norm=self._norm("post_ffw_norm_1")).contiguous()
+        ordered, norm = w.shared_in.in_order(x), self._norm("ffn_norm")
+        h = gate_up_silu(ordered, norm, w.shared_in.weight, rows, self._bias("shared_in", ordered, norm, batch), c.gelu).contiguous()
+        h, norm = w.shared_down.in_order(h), self._norm("post_ffw_norm_1")
+        dense = linear(h, w.shared_down.weight, rows, self._bias("shared_down", h, None, batch), norm=norm).contiguous()
         routing = norm_route(x, rms(self.ffn_gate_inp_norm), w.router.weight, rows, routing_policy(c))
         scales = self.ffn_down_exps_scale.weight[routing.chosen]
         routing = replace(routing, shares=(routing.shares * scales).contiguous())
@@ -99,6 +101,9 @@ class Gemma4Block(LlamaBlock):
         own = {"qkv": tuple(name for name in ("attn_q", "attn_k", "attn_v") if hasattr(self, name))}
         own |= {"input_gate": ("inp_gate",), "input_proj": ("proj",)} if self.config.layer_input_dim else {}
         return super().products() | own
+
+    def unread(self) -> tuple[str, ...]:
+        return ("attn_k", "attn_v") if self.reads_others else ()
 
     def input_norms(self) -> dict[str, nn.RMSNorm]:
         """Also that of the dense MLP next to experts."""
@@ -130,7 +135,9 @@ class Gemma4(Llama):
             return StepContext(rotations.angles, rotations.query_factors)
         shape = int(x.shape[0]), c.num_blocks, c.layer_input_dim
         stored = embed(w.input_table, batch.tokens, batch.rows, c.layer_input_dim**0.5).reshape(shape)
-        made = linear(w.input_proj.in_order(x), w.input_proj.weight, batch.rows, scale=c.dim**-0.5).contiguous().reshape(shape)
+        ordered = w.input_proj.in_order(x)
+        bias = bias_of(w.input_proj, self.adapters.get("input_proj"), ordered, None, batch)
+        made = linear(ordered, w.input_proj.weight, batch.rows, bias, scale=c.dim**-0.5).contiguous().reshape(shape)
         made = rms_norm(made, self.per_layer_proj_norm.weight, self.per_layer_proj_norm.eps)
         return StepContext(rotations.angles, rotations.query_factors, ((made + stored) * 2**-0.5).contiguous())
 

@@ -45,6 +45,13 @@ class Rotations:
     query_factors: Tensor | None
 
 
+def bias_of(product: Product, stack: AdapterStack | None, x: Tensor, norm: Norm | None, batch: Batch) -> Tensor | None:
+    """The bias of a product with the normed x [T, I]: that of each row, [T, O], where rows of the batch have adapters."""
+    if batch.adapters is None or stack is None:
+        return product.bias
+    return lora_bias(x, norm, stack, product.bias, batch.adapters, batch.rows)
+
+
 @dataclass(eq=False)
 class Sinks:
     """The scores of the heads' sinks, float32 [H]."""
@@ -101,7 +108,7 @@ class LlamaBlock(TransformerBlock):
         """The rest of the layer for the rows x [T, E] of the residual stream, from what they attend to."""
         x = self._project(attended, "attn_output", batch, x, "post_attention_norm")
         if self.weights.router is not None:
-            return mixture(x, self._norm("ffn_norm"), self._norm("post_ffw_norm"), self.config, self.weights, batch)
+            return mixture(x, self._norm("ffn_norm"), self._norm("post_ffw_norm"), self.config, self.weights, batch, self._bias)
         norm, gate_up = self._norm("ffn_norm"), self.weights.ffn_in
         ordered = gate_up.in_order(x)
         h = gate_up_silu(ordered, norm, gate_up.weight, batch.rows, self._bias("ffn_in", ordered, norm, batch), self.gelu).contiguous()
@@ -124,12 +131,7 @@ class LlamaBlock(TransformerBlock):
         return linear(x, product.weight, batch.rows, bias, residual, norm=after, scale=self.residual_scale).contiguous()
 
     def _bias(self, field: str, x: Tensor, norm: Norm | None, batch: Batch) -> Tensor | None:
-        """The bias of a product with the normed x: that of each row where rows of the batch have adapters."""
-        product, stack = getattr(self.weights, field), self.adapters.get(field)
-        if batch.adapters is None or stack is None:
-            bias: Tensor | None = product.bias
-            return bias
-        return lora_bias(x, norm, stack, product.bias, batch.adapters, batch.rows)
+        return bias_of(getattr(self.weights, field), self.adapters.get(field), x, norm, batch)
 
     def _norm(self, name: str) -> Norm | None:
         norm: nn.RMSNorm | None = getattr(self, name, None)
@@ -148,6 +150,14 @@ class LlamaBlock(TransformerBlock):
             mlp = expert_products(self.config)
         return {"qkv": ("attn_q", "attn_k", "attn_v"), "attn_output": ("attn_output",), **mlp}
 
+    def input_order(self, field: str) -> np.ndarray | None:
+        """Of a product's inputs, their numbers in Hugging Face's checkpoint, int [I]; None where they are the same."""
+        return None
+
+    def unread(self) -> tuple[str, ...]:
+        """Projections that other layers have and this one does without, though files may hold them."""
+        return ()
+
     def input_norms(self) -> dict[str, nn.RMSNorm]:
         """The norms that are read in front of one product alone, by its field."""
         names = {"qkv": "attn_norm", **({} if self.config.num_experts else {"ffn_in": "ffn_norm"})}
@@ -162,6 +172,7 @@ class Llama(Transformer):
 
     def __init__(self, config: ModelConfig):
         self.config = config
+        self.adapters: dict[str, AdapterStack] = {}  # of products in front of the layers, as of a layer's
         with uninitialized():
             self.blk: list[LlamaBlock] = [self._block(config, layer) for layer in range(config.num_blocks)]  # type: ignore[assignment]
             self.token_embd = nn.Embedding(config.vocab_size, config.dim)

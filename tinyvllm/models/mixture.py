@@ -6,6 +6,7 @@ next to them, with or without a gate of its own, which is one more row of the ro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -62,8 +63,13 @@ def routing_policy(config: ModelConfig) -> RoutingPolicy:
     )
 
 
-def mixture(x: Tensor, norm: Norm | None, after: Norm | None, config: ModelConfig, weights: LayerWeights, batch: Batch) -> Tensor:
-    """The residual x [T, E] plus what the experts of each row make of norm(x), normed by `after`."""
+Biases = Callable[[str, Tensor, Norm | None, Batch], Tensor | None]  # of a product, by its field, its input and the norm in front
+
+
+def mixture(
+    x: Tensor, norm: Norm | None, after: Norm | None, config: ModelConfig, weights: LayerWeights, batch: Batch, biases: Biases
+) -> Tensor:
+    """The residual x [T, E] plus what the experts of each row make of norm(x), normed by `after`; `biases` are those of the shared one."""
     c, router = config, weights.router
     assert router is not None and (after is None or weights.shared_in is None)
     routing = norm_route(x, norm, router.weight, batch.rows, routing_policy(c), router.bias)
@@ -71,16 +77,18 @@ def mixture(x: Tensor, norm: Norm | None, after: Norm | None, config: ModelConfi
     h = experts_gate_up_silu(x, norm, first.weight, routing, batch.rows, c.num_experts, c.gelu, first.bias, c.gate_clamp).contiguous()
     residual = x
     if weights.shared_in is not None and weights.shared_down is not None:
-        residual = _shared(x, norm, weights.shared_in, weights.shared_down, routing.gates, batch.rows, c)
+        residual = _shared(x, norm, weights.shared_in, weights.shared_down, routing.gates, batch, c, biases)
     scale, bias = c.residual_scale, down.bias
     return experts_down(h, down.weight, routing, batch.rows, c.num_experts, residual, after, scale, bias).contiguous()
 
 
-def _shared(x: Tensor, norm: Norm | None, first: Product, down: Product, gates: Tensor | None, rows: Tensor, config: ModelConfig) -> Tensor:
+def _shared(
+    x: Tensor, norm: Norm | None, first: Product, down: Product, gates: Tensor | None, batch: Batch, config: ModelConfig, biases: Biases
+) -> Tensor:
     """The residual x plus the shared expert's output, times its gate. The gate multiplies what the last product reads, a row each."""
-    h = gate_up_silu(x, norm, first.weight, rows, None, config.gelu)
-    h = (h if gates is None else h * gates).contiguous()
-    return linear(down.in_order(h), down.weight, rows, None, x, scale=config.residual_scale).contiguous()
+    h = gate_up_silu(x, norm, first.weight, batch.rows, biases("shared_in", x, norm, batch), config.gelu)
+    h = down.in_order((h if gates is None else h * gates).contiguous())
+    return linear(h, down.weight, batch.rows, biases("shared_down", h, None, batch), x, scale=config.residual_scale).contiguous()
 
 
 # --- where files have the tensors

@@ -2,7 +2,8 @@
 values a gate multiplies; a quarter of each head is rotated; norms' weights are stored as 1 less; experts as in Qwen2-MoE, or none.
 
 Qwen3-Next's files have the projections of a layer with a state in two matrices, key head by key head. GGUF files of
-Qwen3.5 have the value heads in another order: one of each key head, then the next of each.
+Qwen3.5 have the value heads in another order, tiled: one of each key head, then the next of each. Adapters of a model from such a file have
+the rows of safetensors.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tinyvllm.errors import ModelError
 from tinyvllm.foreign import Fields, quoted
 from tinyvllm.models import llama
 from tinyvllm.models.config import MAX_EXPERTS, ModelConfig, Source, Transform, gguf_delta, hf_delta
-from tinyvllm.models.delta import shape_of
+from tinyvllm.models.delta import shape_of, value_order
 from tinyvllm.models.mixture import gguf_expert_sources, gguf_experts, hf_expert_sources, joined_experts
 
 _NEXT, _LATER = "qwen3next", "qwen3.5"
@@ -122,7 +123,7 @@ def _hf_sources(config: ModelConfig, name: str) -> tuple[tuple[str, ...], Transf
         if part in _MATRICES and config.family == _NEXT:
             return (f"{own}.in_proj_{'ba' if part.startswith('ssm_') else 'qkvz'}.{suffix}",), _of_key_heads(config, part)
         if part in _MATRICES:
-            return (f"{own}.{_MATRICES[part]}.{suffix}",), None
+            return (f"{own}.{_MATRICES[part]}.{suffix}",), _tiled(config, part)
     elif part in ("attn_q", "attn_gate"):
         return (f"model.layers.{layer}.self_attn.q_proj.{suffix}",), _half_of_heads(config, part)
     if config.experts_in_one and part.endswith("_exps"):
@@ -166,6 +167,17 @@ def _half_of_heads(config: ModelConfig, part: str) -> Transform:
     """Of a matrix with the query and the gate of each head the one or the other."""
     H, D, half = config.n_heads, config.head_dim, int(part == "attn_gate")
     return _moved(lambda a: a.reshape(H, 2, D, *a.shape[1:])[:, half].reshape(H * D, *a.shape[1:]))
+
+
+def _tiled(config: ModelConfig, part: str) -> Transform | None:
+    """Rows of a projection as safetensors have them, in the order of a model whose value heads are tiled; None for others."""
+    s = shape_of(config)
+    if not s.tiled:
+        return None
+    order = value_order(s, s.value_dim if part.startswith("attn_") else 1)
+    if part == "attn_qkv":
+        order = np.concatenate([np.arange(2 * s.keys), 2 * s.keys + order])
+    return _moved(lambda a: a[order])
 
 
 def _of_key_heads(config: ModelConfig, part: str) -> Transform:

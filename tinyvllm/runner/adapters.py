@@ -1,8 +1,10 @@
-"""Low-rank adapters on the device: of each product of a layer the matrices of all of them, which captured steps read (ops/lora.py)."""
+"""Low-rank adapters on the device: of each product the matrices of all of them, which captured steps read (ops/lora.py)."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,7 +17,7 @@ from tinyvllm.errors import FormatError, ModelError
 from tinyvllm.integers import round_up
 from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models.config import ModelConfig, Transform
-from tinyvllm.models.families import find_family
+from tinyvllm.models.families import Family, find_family
 from tinyvllm.ops.lora import AdapterStack
 from tinyvllm.placement import Placement
 from tinyvllm.runner.opened import OpenedModel
@@ -24,8 +26,12 @@ from tinyvllm.weights.mapping import allocate
 from tinyvllm.weights.memory import adopt
 from tinyvllm.weights.peft import AdapterFiles
 
+log = logging.getLogger("tinyvllm")
+
 _RANK_STEP = 4  # of A, that the kernel takes at a time
-_FIELDS = ("qkv", "attn_output", "ffn_in", "ffn_down")
+_MAX_REFUSAL = 900  # characters of a message that lists a model's modules
+_IN_FRONT = -1  # the layer of products in front of the layers
+_Key = tuple[int, str]  # the layer of a product, and its field
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,9 @@ class _Projection:
 
 @dataclass(frozen=True)
 class _ProductShape:
-    """One product of a layer: its inputs, and the outputs of each projection."""
+    """One product of `owner`, which is a layer or the model: its inputs, and the outputs of each projection."""
 
+    owner: Any
     layer: int
     field: str
     inputs: int
@@ -58,7 +65,7 @@ class _ProductShape:
 class PreparedAdapter:
     """An adapter as the device gets it: of each product that it changes a [P, R, I], b [R, O] and its rank; and a digest of all that."""
 
-    products: Mapping[tuple[int, str], tuple[np.ndarray, np.ndarray, int]]
+    products: Mapping[_Key, tuple[np.ndarray, np.ndarray, int]]
     digest: str
 
 
@@ -72,20 +79,21 @@ def adapter_bytes(config: EngineConfig, opened: OpenedModel) -> int:
 
 
 def _products(opened: OpenedModel) -> Iterator[_ProductShape]:
-    """The products that adapters may change: all of attention, and those of an MLP that is no mixture."""
-    shapes = {recipe.name: recipe.shape for recipe in opened.recipes}
-    for layer, block in enumerate(opened.model.blk):
-        if not hasattr(block, "adapters") or not _takes_adapters(opened.config):
-            raise ModelError(f"enable_lora: adapters are not supported for models of {opened.config.family}; leave it out")
-        fields = block.products()
-        for field in _FIELDS[:2] if "router" in fields else _FIELDS:
-            own = [shapes[f"blk.{layer}.{name}.weight"] for name in fields[field]]
-            yield _ProductShape(layer, field, own[0][1], tuple(rows for rows, _ in own), fields[field])
+    """The products that adapters may change: all but those of experts and of the choice among them."""
+    model, shapes = opened.model, {recipe.name: recipe.shape for recipe in opened.recipes}
+    if opened.config.latent is not None or not hasattr(model, "adapters"):
+        raise ModelError(f"enable_lora: adapters are not supported for models of {opened.config.family}; leave it out")
+    for layer, owner in enumerate((model, *model.blk), _IN_FRONT):
+        for field, parts in owner.products().items():
+            if not any("_exps" in part or part.startswith("ffn_gate_inp") for part in parts):
+                names = tuple(_tensor(layer, part) for part in parts)
+                own = [shapes[name] for name in names]
+                yield _ProductShape(owner, layer, field, own[0][1], tuple(rows for rows, _ in own), names)
 
 
-def _takes_adapters(model: ModelConfig) -> bool:
-    """Whether all layers' attention has q, k and v of its own and nothing else."""
-    return model.latent is None and model.delta is None and model.window_heads is None
+def _tensor(layer: int, part: str) -> str:
+    """The model's tensor of a projection."""
+    return f"{part}.weight" if layer == _IN_FRONT else f"blk.{layer}.{part}.weight"
 
 
 class AdapterPool:
@@ -96,19 +104,19 @@ class AdapterPool:
         self._rank = round_up(config.max_lora_rank, _RANK_STEP)
         self._products = {(shape.layer, shape.field): shape for shape in _products(opened)}
         self._modules: dict[str, list[_Projection]] = {}
-        self._stacks: dict[tuple[int, str], AdapterStack] = {}
-        self._orders: dict[tuple[int, str], np.ndarray] = {}  # of columns, where a product's weight has them in another order
+        self._stacks: dict[_Key, AdapterStack] = {}
+        self._orders: dict[_Key, np.ndarray] = {}  # of columns, where a product's weight has them in another order
         family = find_family(CheckpointSource(opened.checkpoint))
         for key, shape in self._products.items():
-            block = opened.model.blk[shape.layer]
-            block.adapters[shape.field] = self._stacks[key] = self._stack(shape)
-            order = getattr(block.weights, shape.field).order
+            shape.owner.adapters[shape.field] = self._stacks[key] = self._stack(shape)
+            order = _column_order(shape)
             if order is not None:
-                self._orders[key] = download(order)
+                self._orders[key] = order
             for index, (name, outputs) in enumerate(zip(shape.names, shape.outputs, strict=True)):
-                (source,), transform = family.sources(opened.config, "safetensors", f"blk.{shape.layer}.{name}.weight")
-                projection = _Projection(shape.layer, shape.field, index, outputs, transform)
-                self._modules.setdefault(source.removesuffix(".weight"), []).append(projection)
+                module, transform = _module(family, opened.config, name)
+                self._modules.setdefault(module, []).append(_Projection(shape.layer, shape.field, index, outputs, transform))
+        layers = enumerate(opened.model.blk)
+        self._unread = {_module(family, opened.config, _tensor(n, part))[0] for n, block in layers for part in block.unread()}
 
     def _stack(self, shape: _ProductShape) -> AdapterStack:
         a, b = ((self.count, *size) for size in shape.sizes(self._rank))
@@ -127,11 +135,13 @@ class AdapterPool:
 
         ModelError or FormatError for modules that the model lacks, other shapes, and ranks beyond max_lora_rank.
         """
-        products: dict[tuple[int, str], tuple[np.ndarray, np.ndarray, int]] = {}
-        digest = hashlib.blake2b(digest_size=16)
-        for name in files.modules:
+        products: dict[_Key, tuple[np.ndarray, np.ndarray, int]] = {}
+        digest, names = hashlib.blake2b(digest_size=16), sorted(files.modules.keys() - self._unread)
+        if unread := sorted(files.modules.keys() & self._unread):
+            log.info("adapter: %d modules are left out, as the model does not compute them: %s, ...", len(unread), unread[0])
+        for name in names:
             self._check(files, name)
-        for name in sorted(files.modules):
+        for name in names:
             a, b = files.modules[name].read()
             digest.update(f"{name}\0{a.shape}\0{b.shape}\0".encode() + a.tobytes() + b.tobytes())
             for projection in self._modules[name]:
@@ -141,10 +151,11 @@ class AdapterPool:
     def _check(self, files: AdapterFiles, name: str) -> None:
         low, projections = files.modules[name], self._modules.get(name)
         if projections is None:
-            known = sorted({module.rpartition(".")[2] for module in self._modules})
+            known = sorted({re.sub(r"^model\.layers\.\d+\.", "", module) for module in self._modules})
             raise ModelError(
-                f"adapter: {name!r} is no module that adapters may change here; the model has {', '.join(known)} in layers "
-                f"0 to {max(layer for layer, _ in self._products)}"
+                f"adapter: {name!r} is no module that adapters may change here; those of layers 0 to "
+                f"{max(layer for layer, _ in self._products)} are {', '.join(known)}",
+                _MAX_REFUSAL,
             )
         if low.rank > self.max_rank:
             raise ModelError(
@@ -158,9 +169,7 @@ class AdapterPool:
                 f"{list(wanted[1])}; is it of another model?"
             )
 
-    def _lay(
-        self, products: dict[tuple[int, str], tuple[np.ndarray, np.ndarray, int]], projection: _Projection, a: np.ndarray, b: np.ndarray
-    ) -> None:
+    def _lay(self, products: dict[_Key, tuple[np.ndarray, np.ndarray, int]], projection: _Projection, a: np.ndarray, b: np.ndarray) -> None:
         """Put a module's matrices to those of the product that it is a part of."""
         key = projection.layer, projection.field
         shape, order, rank = self._products[key], self._orders.get(key), len(a)
@@ -182,3 +191,19 @@ class AdapterPool:
                 for tensor, part in zip((stack.a, stack.b), changed[:2]):
                     upload(tensor, part, (number - 1) * part.size)
             upload(stack.ranks, np.array([0 if changed is None else changed[2]], np.int32), number - 1)
+
+
+def _module(family: Family, model: ModelConfig, tensor: str) -> tuple[str, Transform | None]:
+    """The module of a tensor in Hugging Face's checkpoint, and how its rows become those of the tensor."""
+    (source,), transform = family.sources(model, "safetensors", tensor)
+    return source.removesuffix(".weight"), transform
+
+
+def _column_order(shape: _ProductShape) -> np.ndarray | None:
+    """Of a product's inputs, their numbers in Hugging Face's checkpoint, int [I]; None where they are the same."""
+    owner, sorted_by_groups = shape.owner, getattr(shape.owner.weights, shape.field).order
+    own: np.ndarray | None = None if shape.layer == _IN_FRONT else owner.input_order(shape.field)
+    if sorted_by_groups is None:
+        return own
+    order = download(sorted_by_groups)
+    return order if own is None else own[order]

@@ -25,11 +25,14 @@ CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 64
 _SPEAKER = "adapter"
 _FLOATS = ("F32", "F16", "BF16")
-# PEFT's prefix, that of models with more than text, the layer, the module in it, the matrix, and the name of the adapter
+# PEFT's prefix, that of models with more than text, the layer and the module in it or one in front of the layers (Gemma 4), the matrix, and
+# the name of the adapter
 _NAME = re.compile(
-    r"base_model\.model\.(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d{1,5})\.([\w.]{1,100})\.lora_([AB])\.(?:default\.)?weight",
+    r"base_model\.model\.(?:model\.)?(?:language_model\.)?(?:model\.)?"
+    r"(?:layers\.(\d{1,5})\.([\w.]{1,100})|(per_layer_model_projection))\.lora_([AB])\.(?:default\.)?weight",
     re.ASCII,
 )
+_Module = tuple[int | None, str]  # its layer, None in front of the layers, and its name there
 _LITERAL = re.compile(r"\^?[\w.]+\$?", re.ASCII)
 
 # Keys that say how an adapter was trained, or whose tensors say the same.
@@ -122,12 +125,13 @@ class _Settings:
     def _number(name: str, key: str, value: Any) -> float:
         return Fields({key: value}, where=f"{CONFIG_NAME}: {name}").number(key)
 
-    def check_target(self, module: str, layer: int) -> None:
+    def check_target(self, module: str, layer: int | None) -> None:
         """ModelError for tensors of a module that the description does not name: PEFT would leave them out."""
         if self._targets is not None and not any(_names(target, module) for target in self._targets):
             raise ModelError(f"{CONFIG_NAME}: target_modules does not name {quoted(module)}, for which the file has tensors")
         if self._layers is not None and layer not in self._layers:
-            raise ModelError(f"{CONFIG_NAME}: layers_to_transform does not have layer {layer}, for which the file has tensors")
+            place = quoted(module) if layer is None else f"layer {layer}"
+            raise ModelError(f"{CONFIG_NAME}: layers_to_transform does not have {place}, for which the file has tensors")
 
     def rank(self, module: str) -> float:
         return next((rank for key, rank in self._ranks.items() if _names(key, module)), float(self._rank))
@@ -171,23 +175,23 @@ def _refuse_unsupported(values: dict[str, Any]) -> None:
 
 
 def _modules(settings: _Settings, tensors: Mapping[str, TensorRecord]) -> dict[str, LowRank]:
-    found: dict[tuple[int, str], dict[str, TensorRecord]] = {}
+    found: dict[_Module, dict[str, TensorRecord]] = {}
     for name, record in tensors.items():
         match = _NAME.fullmatch(name)
         if match is None:
             raise ModelError(f"{_SPEAKER}: the tensor {quoted(name)} is not supported; expected lora_A and lora_B of modules of layers")
-        layer, module, matrix = match.groups()
-        pair = found.setdefault((int(layer), module), {})
+        layer, part, in_front, matrix = match.groups()
+        pair = found.setdefault((None, in_front) if layer is None else (int(layer), part), {})
         if matrix in pair:
             raise FormatError(f"{_SPEAKER}: the tensors {quoted(pair[matrix].name)} and {quoted(name)} are of one module")
         pair[matrix] = record
     if not found:
         raise FormatError(f"{_SPEAKER}: {WEIGHTS_NAME} has no tensors")
-    return {f"model.layers.{layer}.{module}": _low_rank(settings, layer, module, pair) for (layer, module), pair in found.items()}
+    return {low.module: low for low in (_low_rank(settings, *place, pair) for place, pair in found.items())}
 
 
-def _low_rank(settings: _Settings, layer: int, part: str, pair: Mapping[str, TensorRecord]) -> LowRank:
-    module = f"model.layers.{layer}.{part}"
+def _low_rank(settings: _Settings, layer: int | None, part: str, pair: Mapping[str, TensorRecord]) -> LowRank:
+    module = f"model.{part}" if layer is None else f"model.layers.{layer}.{part}"
     if len(pair) != 2:
         raise FormatError(f"{_SPEAKER}: {quoted(module)} has lora_{next(iter(pair))} only")
     settings.check_target(module, layer)
