@@ -30,6 +30,8 @@ WHOLES: dict[str, dict[str, Any]] = {
     "Gemma3": _TEXT | _WINDOWS | {"query_pre_attn_scalar": 16},
     "Gemma4": _GEMMA4 | {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 256, "num_kv_shared_layers": 0},
     "Gemma4Unified": _GEMMA4,
+    "Qwen2_5_VL": _TEXT | {"head_dim": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}},
+    "Qwen3VL": _TEXT | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2]}},
     "Mistral3": _TEXT | {"model_type": "ministral3"},
     "Qwen3_5": _TEXT | _LINEAR,
     "Qwen3_5Moe": _TEXT | _LINEAR | _EXPERTS,
@@ -37,13 +39,13 @@ WHOLES: dict[str, dict[str, Any]] = {
 # Of the parts that are left out, whatever they call it.
 _SMALL = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2, "num_heads": 2,
-    "num_key_value_heads": 2, "head_dim": 16, "out_hidden_size": 64,
+    "num_key_value_heads": 2, "head_dim": 16, "out_hidden_size": 64, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0],
 }  # fmt: skip
 
 
 def write(name: str, folder: Path) -> Any:
     """A random checkpoint in bfloat16, as transformers reads it in float32."""
-    config = getattr(transformers, f"{name}Config")(text_config=WHOLES[name])
+    config = getattr(transformers, f"{name}Config")(text_config={key: value for key, value in WHOLES[name].items() if value is not None})
     if (vision := getattr(config, "vision_config", None)) is not None:
         for key, size in _SMALL.items():
             if hasattr(vision, key):

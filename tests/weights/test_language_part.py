@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.models.test_parity import GOLDEN, check
+from tests.tiny.to_gguf import write_gguf
 from tinyvllm.errors import ModelError
 from tinyvllm.weights.checkpoint import open_checkpoint, open_description
 from tinyvllm.weights.mapping import TensorRecord
@@ -20,6 +21,7 @@ WHOLE = {
     "gemma3": "Gemma3ForConditionalGeneration",
     "ministral3": "Mistral3ForConditionalGeneration",
     "mistral": "Mistral3ForConditionalGeneration",
+    "qwen2": "Qwen2_5_VLForConditionalGeneration",
     "qwen3.5": "Qwen3_5ForConditionalGeneration",
 }
 OTHERS = "vision_tower.patch_conv.weight", "multi_modal_projector.linear.weight"
@@ -73,6 +75,24 @@ def test_where_the_descriptions_contradict_each_other_a_head_in_the_file_decides
     tensors = {name: one for name, one in read_safetensors(tmp_path / "model.safetensors").items() if not name.startswith("lm_head.")}
     save(tmp_path, tensors | ({"lm_head.weight": ONES} if head else {}))
     assert open_checkpoint(tmp_path).config["tie_word_embeddings"] is not head
+
+
+def test_a_description_of_one_level(tmp_path: Path) -> None:
+    """That of Qwen2.5-VL is the language model's, with a `vision_config` in it, and its tensors have the language model's names."""
+    config = json.loads((GOLDEN / "qwen2" / "config.json").read_text())
+    image = {"architectures": [WHOLE["qwen2"]], "model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 4}}
+    scaling = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    (tmp_path / "config.json").write_text(json.dumps(config | image | scaling))
+    save(tmp_path, dict(read_safetensors(GOLDEN / "qwen2" / "model.safetensors").items()) | {"visual.patch_embed.proj.weight": ONES})
+    check(tmp_path, "qwen2")
+
+
+@pytest.mark.parametrize(("family", "architecture"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3moe", "qwen3vlmoe")])
+def test_gguf_files_of_language_models_are_those_of_their_families(tmp_path: Path, family: str, architecture: str) -> None:
+    """llama.cpp has the parts for images in a file of their own."""
+    path = tmp_path / "model.gguf"
+    write_gguf(GOLDEN / family, path, architecture)
+    check(path, family)
 
 
 def test_what_a_published_description_leaves_out_is_the_familys(tmp_path: Path) -> None:

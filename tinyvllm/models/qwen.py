@@ -4,6 +4,7 @@ with one that all rows share.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tinyvllm.foreign import Fields
@@ -12,17 +13,28 @@ from tinyvllm.models.config import MAX_EXPERTS, ModelConfig, Source, Transform, 
 from tinyvllm.models.mixture import gguf_expert_sources, gguf_experts, hf_expert_sources
 
 
+class TextFields(Fields):
+    """Without how positions in images are divided among features: with text alone all of them are those of the tokens."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = super().get(key, default)
+        if key in ("rope_parameters", "rope_scaling") and isinstance(value, Mapping):
+            rest = {name: one for name, one in value.items() if name not in ("mrope_section", "mrope_interleaved")}
+            return {name: "default" if name in ("type", "rope_type") and one == "mrope" else one for name, one in rest.items()}
+        return value
+
+
 def _windows(fields: Fields) -> tuple[int, ...]:
     return hf_windows(fields, fields.layers(), default_on=False)
 
 
 def qwen2_from_hf(source: Source) -> ModelConfig:
-    fields = Fields(source.config)
+    fields = TextFields(source.config)
     return llama.hf_config(fields, family="qwen2", qkv_bias=True, output_bias=False, windows=_windows(fields))
 
 
 def qwen3_from_hf(source: Source) -> ModelConfig:
-    fields = Fields(source.config)
+    fields = TextFields(source.config)
     head_dim = fields.integer("head_dim", fields.integer("hidden_size", low=1) // fields.integer("num_attention_heads", low=1), low=1)
     return llama.hf_config(fields, family="qwen3", qk_norm=head_dim, windows=_windows(fields), **_experts(fields))
 
@@ -53,7 +65,7 @@ def qwen3_from_gguf(source: Source) -> ModelConfig:
 
 
 def qwen3_moe_from_gguf(source: Source) -> ModelConfig:
-    fields = Fields(source.config, prefix="qwen3moe.", where="GGUF metadata")
+    fields = Fields(source.config, prefix=f"{source.config['general.architecture']}.", where="GGUF metadata")
     norm, experts = source.shape("blk.0.attn_q_norm.weight"), gguf_experts(source, fields, renormalize=True)
     return llama.gguf_config(source, family="qwen3", qk_norm=norm[0] if norm else 0, **experts)
 

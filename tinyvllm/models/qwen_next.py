@@ -8,7 +8,7 @@ the rows of safetensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from tinyvllm.models import llama
 from tinyvllm.models.config import MAX_EXPERTS, ModelConfig, Source, Transform, gguf_delta, hf_delta
 from tinyvllm.models.delta import shape_of, value_order
 from tinyvllm.models.mixture import gguf_expert_sources, gguf_experts, hf_expert_sources, joined_experts
+from tinyvllm.models.qwen import TextFields
 
 _NEXT, _LATER = "qwen3next", "qwen3.5"
 _NOT_READ = ("mtp.*",)  # drafts
@@ -39,7 +40,7 @@ def from_hf(source: Source) -> ModelConfig:
 
 
 def _from_hf(source: Source, family: str) -> ModelConfig:
-    fields = _TextFields(source.config)
+    fields = TextFields(source.config)
     for key, wanted in (("attn_output_gate", True), ("attention_bias", False)):
         if fields.boolean(key, wanted) is not wanted:
             raise ModelError(f"{fields.where}: {key} must be {str(wanted).lower()} in this family, got {quoted(fields.get(key))}")
@@ -54,16 +55,6 @@ def _from_hf(source: Source, family: str) -> ModelConfig:
         **hf_delta(fields),
         **_experts(source, fields, family),
     )
-
-
-class _TextFields(Fields):
-    """Without how positions in images are divided among features: with text alone all of them are those of the tokens."""
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = super().get(key, default)
-        if key in ("rope_parameters", "rope_scaling") and isinstance(value, Mapping):
-            return {name: one for name, one in value.items() if name not in ("mrope_section", "mrope_interleaved")}
-        return value
 
 
 def _experts(source: Source, fields: Fields, family: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Checkpoints of models that read images too: their language model, as the text-only checkpoint of its family would be.
 
 The description of the language model is `text_config`; its tensors are in modules of other names, by the version of transformers that wrote
-the file: 4.51 and before `language_model.model.*` and `language_model.lm_head.*`, later ones `model.language_model.*` and `lm_head.*`. The
-tensors of the other modules are left out, and the number of them is told.
+the file: 4.51 and before `language_model.model.*` and `language_model.lm_head.*`, of Qwen2-VL `model.*` and `lm_head.*`; later ones
+`model.language_model.*` and `lm_head.*`. The tensors of the other modules are left out, and the number of them is told.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ _CLASSES: dict[str, dict[str | None, str]] = {
     "Gemma3ForConditionalGeneration": dict.fromkeys(("gemma3_text", None), "Gemma3ForCausalLM"),
     "Gemma4ForConditionalGeneration": dict.fromkeys(("gemma4_text", None), "Gemma4ForCausalLM"),
     "Gemma4UnifiedForConditionalGeneration": dict.fromkeys(("gemma4_unified_text", None), "Gemma4UnifiedForCausalLM"),
+    "Qwen2VLForConditionalGeneration": dict.fromkeys(("qwen2_vl_text", "qwen2_vl", None), "Qwen2ForCausalLM"),
+    "Qwen2_5_VLForConditionalGeneration": dict.fromkeys(("qwen2_5_vl_text", "qwen2_5_vl", None), "Qwen2ForCausalLM"),
+    "Qwen3VLForConditionalGeneration": dict.fromkeys(("qwen3_vl_text", None), "Qwen3ForCausalLM"),
     "Qwen3_5ForConditionalGeneration": dict.fromkeys(("qwen3_5_text", None), "Qwen3_5ForCausalLM"),
     "Qwen3_5MoeForConditionalGeneration": dict.fromkeys(("qwen3_5_moe_text", None), "Qwen3_5MoeForCausalLM"),
     "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
@@ -34,7 +37,10 @@ _GEMMA4: dict[str, Any] = {
 }  # fmt: skip
 _UNIFIED = _GEMMA4 | {"max_position_embeddings": 262_144, "sliding_window": 1024, "model_type": "gemma4_unified_text"}
 _DEFAULTS = {"Gemma3ForCausalLM": _GEMMA3, "Gemma4ForCausalLM": _GEMMA4, "Gemma4UnifiedForCausalLM": _UNIFIED}
-_RENAMED = (("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."), ("model.language_model.", "model."))
+_RENAMED = (
+    ("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."), ("model.language_model.", "model."),
+    *((f"model.{module}.",) * 2 for module in ("embed_tokens", "layers", "norm")),  # Qwen2-VL's
+)  # fmt: skip
 _KEPT, _TIED = "lm_head.", "tie_word_embeddings"
 # Keys of the whole that hold for the language model too; those of text_config come first.
 _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", _TIED, "dtype", "torch_dtype", "transformers_version")
@@ -49,7 +55,7 @@ def language_description(config: dict[str, Any], tensors: Mapping[str, Record] |
     kinds = _kinds(config)
     if kinds is None:
         return config
-    text = config.get("text_config")
+    text = config if "hidden_size" in config and "text_config" not in config else config.get("text_config")  # Qwen2-VL has one level
     if not isinstance(text, Mapping):
         raise ModelError(f"config.json: text_config must be an object that describes the language model, got {quoted(text)}")
     kind = text.get("model_type")
