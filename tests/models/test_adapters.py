@@ -60,6 +60,7 @@ MIXTURES = {
     "qwen3next": [*ATTENTION, *JOINED, *SHARED],
     "qwen3.5moe": [*ATTENTION, *DELTA, *SHARED],
     "gemma4moe": [*ATTENTION, *MLP],
+    "granitemoe": [*ATTENTION, "shared_mlp.input_linear", "shared_mlp.output_linear"],
     "glm4moe": [*ATTENTION, *MLP, *(name.replace("expert.", "experts.") for name in SHARED)],
 }
 
