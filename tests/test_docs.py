@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from pathlib import Path
@@ -33,6 +34,7 @@ def fenced_lines(text: str) -> list[str]:
     return [line.strip() for block in FENCE.findall(text) for line in block.splitlines()[1:-1]]
 
 
+@functools.cache
 def options_of(command: str) -> set[str]:
     return {option for action in PARSERS[command]()._actions for option in (*action.option_strings, *negations(action))}
 
