@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +112,17 @@ def small_heap() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loggers_as_found() -> Iterator[None]:
+    """`serve` in this process replaces the handlers of its loggers for good: later files would find neither their records nor caplog's."""
+    loggers = [logging.getLogger(name) for name in ("tinyvllm", "tinyvllm.server", "uvicorn", "uvicorn.error", "uvicorn.access", "asyncio")]
+    found = [(logger, logger.handlers[:], logger.propagate, logger.level, logger.disabled) for logger in loggers]
+    yield
+    for logger, handlers, logger.propagate, level, logger.disabled in found:
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -230,6 +230,15 @@ class Traffic:
         if self.engine.has_work():
             self.step()
 
+    def run_until(self, enough: Callable[[], bool], turns: int = 20_000) -> None:
+        """Traffic until there was `enough` of it, however long the machine takes."""
+        for _ in range(turns):
+            if enough():
+                break
+            self.turn()
+        self.drain()
+        assert enough(), f"not after {turns} turns: {self.steps} steps, {dict(self.seen)}"
+
     def run(self, seconds: float, tell: Callable[[str], None] = lambda line: None) -> None:
         begun, told, memory, captures = time.monotonic(), 0, 0.0, 0
         while (passed := time.monotonic() - begun) < seconds:

@@ -180,7 +180,7 @@ def test_an_output_of_the_old_request_does_not_reach_the_new_one(llm: AsyncLLM, 
     async def run() -> None:
         left = llm.generate("hello", LONG, request_id="again")
         await anext(left)
-        await asyncio.to_thread(held.wait, 10)
+        assert await asyncio.to_thread(held.wait, 60)
         await left.aclose()
         new = asyncio.create_task(last(llm.generate("b", GREEDY, request_id="again")))
         while not (llm._mailboxes or new.done()):  # done: where the machine stood still for longer than the engine was held

@@ -153,7 +153,7 @@ def test_an_idle_engine_writes_by_itself(tiny_model: Path, tmp_path: Path) -> No
     async def generate(llm: AsyncLLM) -> None:
         async for _ in llm.generate(PROMPT, GREEDY):
             pass
-        for _ in range(400):
+        for _ in range(2400):
             if sum(path.stat().st_size for path in tmp_path.glob("*/recent-1.kv")) > 4 * 8192:  # all four blocks
                 return
             await asyncio.sleep(0.05)

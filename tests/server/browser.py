@@ -68,7 +68,7 @@ class Browser:
             raise RuntimeError(f"{script[:80]}: {result['exceptionDetails']['exception'].get('description')}")
         return result["result"].get("value")
 
-    def wait(self, script: str, seconds: float = 30) -> Any:
+    def wait(self, script: str, seconds: float = 120) -> Any:
         """Wait until the expression is truthy, and return its value."""
         end = time.monotonic() + seconds
         while not (value := self.run(script)):
@@ -145,7 +145,7 @@ def browser(path: str) -> Iterator[Browser]:
     ours_in, theirs_out = os.pipe()
     theirs_in, ours_out = os.pipe()
     high = [fcntl.fcntl(end, fcntl.F_DUPFD, 20) for end in (theirs_in, theirs_out)]  # not 3 and 4, which Chromium uses
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:  # its child processes may still write into it
         command = [sys.executable, "-c", _LAUNCH, *map(str, high), path, "--remote-debugging-pipe", *_FLAGS, f"--user-data-dir={profile}"]
         process = subprocess.Popen(command, pass_fds=high, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for end in (theirs_in, theirs_out, *high):
@@ -158,6 +158,3 @@ def browser(path: str) -> Iterator[Browser]:
             process.wait()
             os.close(ours_in)
             os.close(ours_out)
-            time.sleep(0.1)  # its child processes still write into the profile
-            shutil.rmtree(profile, ignore_errors=True)
-            os.makedirs(profile, exist_ok=True)

@@ -132,7 +132,7 @@ def page(window: browser.Browser, server: Running) -> browser.Browser:
     window.go(server.url + "/version")
     window.run("""localStorage.clear(); sessionStorage.clear(); new Promise((done, failed) => {
         const request = indexedDB.deleteDatabase("tinyvllm");
-        request.onsuccess = done; request.onerror = request.onblocked = failed; }).then(() => 0)""")
+        request.onsuccess = done; request.onerror = failed; }).then(() => 0)""")  # blocked: until the page before it has closed its own
     window.messages.clear()
     window.requests.clear()
     window.go(server.url + "/")

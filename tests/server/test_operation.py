@@ -27,6 +27,7 @@ from benchmarks.own_server import ready_url
 from tests.server.conftest import ENGINE, Running, running
 from tests.server.soak_client import complaints_in
 from tinyvllm import LLM
+from tinyvllm.engine.engine import Engine
 from tinyvllm.errors import ArgumentError, OutOfMemoryError
 from tinyvllm.server.core.config import ServerConfig
 from tinyvllm.server.core.context import RequestContext
@@ -47,7 +48,7 @@ def wait_until(reached: Callable[[], bool]) -> None:
 
 
 def get(server: Running, path: str, **headers: str) -> httpx.Response:
-    return httpx.get(server.url + path, headers=headers, trust_env=False)
+    return httpx.get(server.url + path, headers=headers, timeout=60, trust_env=False)
 
 
 def test_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,11 +214,13 @@ def test_cors() -> None:
     with running(ServerConfig(port=0, cors_origins=("https://page.example",), access_log=False), keys=read_keys(["sk-1234"])) as server:
         asked = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
         asked["Access-Control-Request-Headers"] = "authorization"
-        before = httpx.options(server.url + "/v1/completions", headers=asked, trust_env=False)
+        before = httpx.options(server.url + "/v1/completions", headers=asked, timeout=60, trust_env=False)
         assert before.status_code == 200 and before.headers["access-control-allow-origin"] == "https://page.example"
         refused = server.post("/v1/completions", ASK, Origin="https://page.example")
         assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "https://page.example"
-        other = httpx.options(server.url + "/v1/completions", headers={**asked, "Origin": "https://other.example"}, trust_env=False)
+        other = httpx.options(
+            server.url + "/v1/completions", headers={**asked, "Origin": "https://other.example"}, timeout=60, trust_env=False
+        )
         assert "access-control-allow-origin" not in other.headers
 
 
@@ -230,14 +233,14 @@ def test_tls(tmp_path: Path) -> None:
     with running(ServerConfig(port=0, ssl_certfile=str(cert), ssl_keyfile=str(key), access_log=False)) as server:
         trusted = ssl.create_default_context(cafile=str(cert))
         assert server.url.startswith("https://")
-        assert httpx.post(server.url + "/v1/completions", json=ASK, verify=trusted, trust_env=False).status_code == 200
+        assert httpx.post(server.url + "/v1/completions", json=ASK, verify=trusted, timeout=60, trust_env=False).status_code == 200
     with pytest.raises(ArgumentError, match="ssl-certfile"), running(ServerConfig(port=0, ssl_certfile=str(tmp_path / "no"))):
         pass
 
 
 def test_probes(server: Running) -> None:
     assert get(server, "/health").json() == {"status": "ok"} and get(server, "/ready").json() == {"status": "ready"}
-    assert httpx.head(server.url + "/health", trust_env=False).status_code == 200
+    assert httpx.head(server.url + "/health", timeout=60, trust_env=False).status_code == 200
     server.post("/v1/completions", ASK)
     assert "running" in get(server, "/status").json()["models"]["demo"]
     metrics = get(server, "/metrics")
@@ -380,15 +383,22 @@ def test_two_models() -> None:
         assert server.post("/v1/completions", {**ASK, "model": "two", "prompt": [5] * 70}).status_code == 400
 
 
-def test_shutting_down_loses_nothing() -> None:
+def test_shutting_down_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accepted requests are finished and new ones refused; then the server ends."""
     said: list[str] = []
+    step, started, refuses = Engine.step, threading.Event(), threading.Event()
+
+    def held(self: Engine) -> Any:  # the request does not end before the server has refused another one
+        if started.is_set():
+            refuses.wait(120)
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", held)
     with running(ServerConfig(port=0, access_log=False)) as server:
-        body = {"prompt": "Once", "max_tokens": 800, "ignore_eos": True, "stream": True}
-        started = threading.Event()
+        body = {"prompt": "Once", "max_tokens": 80, "ignore_eos": True, "stream": True}
 
         def stream() -> None:
-            with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60, trust_env=False) as answer:
+            with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=240, trust_env=False) as answer:
                 for line in answer.iter_lines():
                     started.set()
                     said.append(line)
@@ -402,7 +412,8 @@ def test_shutting_down_loses_nothing() -> None:
         refused = server.post("/v1/completions", ASK)
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
         assert get(server, "/ready").status_code == 503 and get(server, "/health").status_code == 200
-        reader.join(60)
+        refuses.set()
+        reader.join(240)
     data = [json.loads(line[6:]) for line in said if line.startswith("data: {")]
     assert said[-2:] == ["data: [DONE]", ""] or said[-1] == "data: [DONE]"
     assert data[-1]["choices"][0]["finish_reason"] == "length"

@@ -39,7 +39,7 @@ def client_of() -> Iterator[Callable[..., OpenAI]]:
     with contextlib.ExitStack() as stack:
 
         def make(server: Running, key: str = "none") -> OpenAI:
-            http = stack.enter_context(httpx.Client(trust_env=False))
+            http = stack.enter_context(httpx.Client(timeout=60, trust_env=False))
             return OpenAI(base_url=f"{server.url}/v1", api_key=key, http_client=http, max_retries=0)
 
         yield make

@@ -86,7 +86,7 @@ def fields(support: str) -> list[tuple[str, str]]:
 
 def test_the_openapi_document_is_complete(server: Running) -> None:
     """It contains every path, and every schema that it refers to."""
-    document = httpx.get(f"{server.url}/openapi.json", trust_env=False)
+    document = httpx.get(f"{server.url}/openapi.json", timeout=60, trust_env=False)
     paths, schemas = document.json()["paths"], document.json()["components"]["schemas"]
     assert {e.path for e in ENDPOINTS} < set(paths)
     assert set(re.findall(r'"#/components/schemas/(\w+)"', document.text)) <= set(schemas)
@@ -114,7 +114,7 @@ def ask_all(server: Running, asked: list[tuple[str, dict]]) -> list[httpx.Respon
 
 
 def test_the_list_matches_the_schemas(server: Running) -> None:
-    said = httpx.get(f"{server.url}/v1/capabilities", trust_env=False).json()["endpoints"]
+    said = httpx.get(f"{server.url}/v1/capabilities", timeout=60, trust_env=False).json()["endpoints"]
     for endpoint in ENDPOINTS:
         assert set(said[endpoint.path]) == set(endpoint.body.model_fields)
         assert {about["support"] for about in said[endpoint.path].values()} <= {"honoured", "limited", "refused"}
@@ -122,7 +122,7 @@ def test_the_list_matches_the_schemas(server: Running) -> None:
 
 def test_what_the_device_computes_with_as_packed(server: Running) -> None:
     """From the table of formats, for the layout of the device; the bundled model has its weights in one of them, or in floats."""
-    (model,) = httpx.get(f"{server.url}/v1/capabilities", trust_env=False).json()["models"].values()
+    (model,) = httpx.get(f"{server.url}/v1/capabilities", timeout=60, trust_env=False).json()["models"].values()
     assert model["device"] == "CPU" and "speculation" in model and model["kv_cache_dtype"] == "auto" and model["weights"]
     assert model["packed"] == {"weights": [*packed_in(Layout.PANELS)], "kv_cache": ["fp8_e4m3", "int8", "int4"]}
 

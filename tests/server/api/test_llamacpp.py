@@ -105,7 +105,7 @@ def test_biases(server: Running) -> None:
 
 def test_an_answer_of_a_full_context_is_truncated(server: Running) -> None:
     """n_predict may exceed the context, unlike max_tokens."""
-    context = httpx.get(f"{server.url}/props", trust_env=False).json()["default_generation_settings"]["n_ctx"]
+    context = httpx.get(f"{server.url}/props", timeout=60, trust_env=False).json()["default_generation_settings"]["n_ctx"]
     prompt = {"prompt": [5] * (context - 3), "ignore_eos": True}
     for length in (-1, 50):
         done = complete(server, **prompt, n_predict=length)
@@ -119,7 +119,7 @@ def test_an_answer_of_a_full_context_is_truncated(server: Running) -> None:
 
 def test_a_prompt_beyond_the_context(server: Running) -> None:
     """llama.cpp's type, numbers and words, and OpenAI's code."""
-    context = httpx.get(f"{server.url}/props", trust_env=False).json()["default_generation_settings"]["n_ctx"]
+    context = httpx.get(f"{server.url}/props", timeout=60, trust_env=False).json()["default_generation_settings"]["n_ctx"]
     for path, body in (("/completion", {"prompt": [5] * 5000}), ("/v1/completions", {"prompt": [5] * 5000})):
         error = refusal(server, body, path)
         assert error["type"] == "exceed_context_size_error" and error["code"] == "context_length_exceeded"
@@ -166,7 +166,7 @@ def test_slots(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry for each sequence that can run, and 503 if there is no free one and the client asks for that."""
 
     def get(query: str = "") -> httpx.Response:
-        return httpx.get(f"{server.url}/slots{query}", trust_env=False)
+        return httpx.get(f"{server.url}/slots{query}", timeout=60, trust_env=False)
 
     complete(server)
     (llm,) = server.service.models.loaded().values()

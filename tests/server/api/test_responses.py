@@ -136,7 +136,7 @@ def test_the_background_is_cancelled(client, server: Running) -> None:
     assert client.responses.retrieve(first.id).status == "cancelled"
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(second.id)
-    while httpx.get(f"{server.url}/load", trust_env=False).json()["server_load"]:
+    while httpx.get(f"{server.url}/load", timeout=60, trust_env=False).json()["server_load"]:
         pass
     assert server.service.background.running == 0
 
@@ -229,8 +229,8 @@ def test_stored_answers_belong_to_a_key() -> None:
         alice, bob = ({"Authorization": f"Bearer {key}"} for key in ("sk-alice", "sk-bob"))
         name = server.post("/v1/responses", {**SHORT, "input": ASK}, **alice).json()["id"]
         url = f"{server.url}/v1/responses/{name}"
-        assert httpx.get(url, headers=alice, trust_env=False).status_code == 200
-        assert httpx.get(url, headers=bob, trust_env=False).status_code == 404
+        assert httpx.get(url, headers=alice, timeout=60, trust_env=False).status_code == 200
+        assert httpx.get(url, headers=bob, timeout=60, trust_env=False).status_code == 404
         assert httpx.delete(url, headers=bob, trust_env=False).status_code == 404
         answer = server.post("/v1/responses", {**SHORT, "input": "a", "previous_response_id": name}, **bob)
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "previous_response_not_found"
@@ -329,8 +329,8 @@ def test_a_server_that_keeps_nothing() -> None:
         done = server.post("/v1/responses", asked).json()
         refused = server.post("/v1/responses", {**asked, "previous_response_id": done["id"]})
         assert refused.status_code == 400 and "keeps no answers (--no-store)" in refused.json()["error"]["message"]
-        assert httpx.get(f"{server.url}/v1/responses/{done['id']}", trust_env=False).status_code == 404
-        upload = httpx.post(f"{server.url}/v1/files", files={"file": ("a", b"{}")}, data={"purpose": "batch"}, trust_env=False)
+        assert httpx.get(f"{server.url}/v1/responses/{done['id']}", timeout=60, trust_env=False).status_code == 404
+        upload = httpx.post(f"{server.url}/v1/files", files={"file": ("a", b"{}")}, data={"purpose": "batch"}, timeout=60, trust_env=False)
         batch = server.post("/v1/batches", {"input_file_id": "file-1", "endpoint": "/v1/chat/completions", "completion_window": "24h"})
         for reply in (upload, batch):
             assert reply.status_code == 501 and "--no-store" in reply.json()["error"]["message"]

@@ -272,7 +272,7 @@ def test_a_client_that_disconnects_during_registration_holds_nothing(
 
 def test_openais_client_can_use_them(small: Running) -> None:
     openai = pytest.importorskip("openai")
-    with openai.OpenAI(base_url=f"{small.url}/v1", api_key="sk-alice", http_client=httpx.Client(trust_env=False)) as client:
+    with openai.OpenAI(base_url=f"{small.url}/v1", api_key="sk-alice", http_client=httpx.Client(timeout=60, trust_env=False)) as client:
         segment = client.post("/segments", body={"messages": [SYSTEM]}, cast_to=object)
         messages = [{"role": "user", "content": "What are you?"}]
         answer = client.chat.completions.create(model="demo", messages=messages, max_tokens=2, extra_body={"segments": [segment["id"]]})

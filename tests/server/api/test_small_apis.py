@@ -108,7 +108,7 @@ def test_the_number_of_running_requests(server: Running) -> None:
     """A stream counts while it is open; reading the number does not."""
 
     def load() -> dict[str, int]:
-        return httpx.get(f"{server.url}/load", trust_env=False).json()
+        return httpx.get(f"{server.url}/load", timeout=60, trust_env=False).json()
 
     assert load() == {"server_load": 0}
     body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -134,11 +134,11 @@ def test_the_text_of_a_template(server: Running) -> None:
 
 
 def test_the_properties_of_the_model(server: Running) -> None:
-    props = httpx.get(f"{server.url}/props", trust_env=False).json()
-    model = httpx.get(f"{server.url}/v1/models", trust_env=False).json()["data"][0]
+    props = httpx.get(f"{server.url}/props", timeout=60, trust_env=False).json()
+    model = httpx.get(f"{server.url}/v1/models", timeout=60, trust_env=False).json()["data"][0]
     assert props["default_generation_settings"]["n_ctx"] == model["max_model_len"] and props["total_slots"] == 8
     assert props["model_alias"] == "demo" and "/" not in props["model_path"] and props["chat_template"]
-    assert httpx.get(f"{server.url}/props?model=other", trust_env=False).status_code == 404
+    assert httpx.get(f"{server.url}/props?model=other", timeout=60, trust_env=False).status_code == 404
 
 
 def test_a_server_without_a_tokenizer_takes_and_gives_token_ids() -> None:

@@ -61,7 +61,7 @@ def test_times_of_a_request(with_options: Running, server: Running, path: str, b
 
 
 def test_the_size_of_the_cache(server: Running) -> None:
-    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics", trust_env=False).text)
+    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics", timeout=60, trust_env=False).text)
     (labels,) = (sample.labels for family in families if family.name == "vllm:cache_config_info" for sample in family.samples)
     assert int(labels["kv_cache_size_tokens"]) == int(labels["block_size"]) * int(labels["num_gpu_blocks"])
     assert float(labels["kv_cache_max_concurrency"]) > 0

@@ -29,7 +29,9 @@ def post(server: Running, path: str = "/v1/completions", **headers: str) -> http
 
 
 def get(server: Running, path: str, **headers: str) -> httpx.Response:
-    return httpx.get(server.url + path, headers={name.replace("_", "-"): value for name, value in headers.items()}, trust_env=False)
+    return httpx.get(
+        server.url + path, headers={name.replace("_", "-"): value for name, value in headers.items()}, timeout=60, trust_env=False
+    )
 
 
 def code(answer: httpx.Response) -> Any:
@@ -38,7 +40,9 @@ def code(answer: httpx.Response) -> Any:
 
 @pytest.mark.parametrize("kind", ["application/json", "text/plain", "application/x-www-form-urlencoded", ""])
 def test_pages_of_other_origins_are_refused(server: Running, kind: str) -> None:
-    refused = httpx.post(server.url + "/v1/completions", content=RAW, headers={**FOREIGN, "Content-Type": kind}, trust_env=False)
+    refused = httpx.post(
+        server.url + "/v1/completions", content=RAW, headers={**FOREIGN, "Content-Type": kind}, timeout=60, trust_env=False
+    )
     assert code(refused) == (403, "forbidden_origin") and "--cors-origin https://evil.example" in refused.text
     assert "access-control-allow-origin" not in refused.headers
     for origin in ("null", "http://localhost.evil.example", "http://127.0.0.1.evil.example", "https://evil.example/localhost", "file://"):
@@ -61,9 +65,11 @@ def test_own_and_local_pages_may_use_the_server(server: Running) -> None:
         answer = post(server, Origin=origin, Sec_Fetch_Site="same-site", **json_type)
         assert answer.status_code == 200 and answer.headers.get("access-control-allow-origin") == origin
     asked = {"Origin": "http://localhost:3000", "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
-    preflight = httpx.options(server.url + "/v1/chat/completions", headers=asked, trust_env=False)
+    preflight = httpx.options(server.url + "/v1/chat/completions", headers=asked, timeout=60, trust_env=False)
     assert preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] == asked["Origin"]
-    refused = httpx.options(server.url + "/v1/chat/completions", headers={**asked, "Origin": "https://evil.example"}, trust_env=False)
+    refused = httpx.options(
+        server.url + "/v1/chat/completions", headers={**asked, "Origin": "https://evil.example"}, timeout=60, trust_env=False
+    )
     assert refused.status_code == 400 and "access-control-allow-origin" not in refused.headers
 
 
