@@ -93,7 +93,7 @@ def test_how_many_experts_rows_have() -> None:
     assert mixture.used(1) == 8 and 8 < mixture.used(2) < 16 and 127 < mixture.used(512) <= 128
 
 
-@pytest.mark.parametrize("weights", ["q8_0", "q4_k_m"])
+@pytest.mark.parametrize("weights", ["q8_0", pytest.param("q4_k_m", marks=pytest.mark.long)])
 def test_decoding_is_timed_with_its_graph(driver: Driver, tmp_path: Path, weights: str) -> None:
     found = figures(tmp_path / "run", "decode", "--weights", weights)
     one = found[f"decode llama-3.2-1b {weights}, 1 x 20"]

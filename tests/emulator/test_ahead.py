@@ -55,6 +55,7 @@ def test_decoding_without_changes_is_one_launch_a_step(gpu, driver):
     assert spent["cuCtxSynchronize"] == 0 and spent["cuMemAlloc_v2"] == 0
 
 
+@pytest.mark.long
 def test_several_steps_in_one_schedule(gpu, driver):
     expected = tokens(gpu, TEXTS[:2])
     with LLM(MODEL, device="CUDA", **OPTIONS, num_scheduler_steps=4) as several:

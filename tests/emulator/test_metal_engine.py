@@ -156,7 +156,8 @@ def test_reading_a_shared_prompt_once_changes_no_token(mac, monkeypatch):
         assert [0, 0, 0, 144] in lengths and [0, 0, 144, 144] in lengths
 
 
-@pytest.mark.parametrize("kind", ["int4", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("fp8_e4m3", "int8"))])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["int4", "fp8_e4m3", "int8"])  # of one kernel each in tests/kernels/metal/test_packed_cache.py
 def test_packed_caches_on_kernels(mac, kind):
     """Prompts of several rows and single tokens, whose projections, stores and attention are other kernels."""
     registry.forget_choices()
@@ -198,7 +199,8 @@ def test_packed_caches_have_the_tokens_of_the_reference(mac, monkeypatch, kind, 
     assert {choice.variant for choice in registry.choices("METAL")} == {"apple7"}
 
 
-@pytest.mark.parametrize("format", [pytest.param("q8_0", marks=pytest.mark.long), "q4_0"])
+@pytest.mark.long
+@pytest.mark.parametrize("format", ["q8_0", "q4_0"])  # a file in Q4_K_M is in test_metal_packed_files.py
 def test_packed_weights(mac, format):
     """The CPU rounds x to int8 for packed weights, the GPU does not."""
     with LLM(MODEL, device="CPU", **OPTIONS, quantization=format) as cpu:

@@ -8,6 +8,7 @@ from tests.emulator.metal_runtime import metal_device
 from tests.emulator.test_speculation import check, check_heads
 
 
+@pytest.mark.long
 def test_metal() -> None:
     with metal_device():
         check("METAL")

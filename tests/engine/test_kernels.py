@@ -99,7 +99,7 @@ def greedy(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]]:
 # One of each way through the kernels: plain, window, biases of q, k and v, norms of heads, part of a head rotated, LayerNorm with biases
 # and GELU, biases everywhere, experts.
 NAMES = ("llama3.1", "mistral", "qwen2", "qwen3", "phi3-partial", "gpt2", "ernie4.5-bias", "qwen3moe")
-FAMILIES = [pytest.param(name, marks=() if name in ("llama3.1", "qwen3") else pytest.mark.long) for name in NAMES]
+FAMILIES = [pytest.param(name, marks=() if name == "llama3.1" else pytest.mark.long) for name in NAMES]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

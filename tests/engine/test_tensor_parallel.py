@@ -53,8 +53,7 @@ def answers(size: int, quantization: str | None) -> tuple[list[Any], np.ndarray]
     [
         (2, "q8_0"),
         (4, "q4_k"),
-        (4, None),
-        *(pytest.param(size, quantization, marks=pytest.mark.long) for size, quantization in ((2, None), (4, "q8_0"), (2, "q4_k"))),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((4, None), (2, None), (4, "q8_0"), (2, "q4_k"))),
     ],
 )
 def test_ranks_have_the_bits_of_one_process(size: int, quantization: str | None) -> None:

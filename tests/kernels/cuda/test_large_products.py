@@ -249,7 +249,7 @@ def test_splits_arrive_in_any_order(seed: int) -> None:
     tiles.same_bits(data.run(cut, 16, seed=seed + 1), data.run(SMALL, 16))
 
 
-@pytest.mark.parametrize("format, tile_t, k_blocks, stages", [("BF16", 128, 2, 3), ("F16", 192, 4, 2)])
+@pytest.mark.parametrize("format, tile_t, k_blocks, stages", [("BF16", 128, 2, 3), pytest.param("F16", 192, 4, 2, marks=pytest.mark.long)])
 def test_hopper_gives_the_same_sums(format: str, tile_t: int, k_blocks: int, stages: int) -> None:
     """In the emulator, whose products of 16 columns round as its mma does, the bits are those of matmul."""
     data = Data(Product(format, 200, 139, 544, bias=True, residual=True))
