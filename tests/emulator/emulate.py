@@ -311,7 +311,7 @@ def build(text: str, name: str = "cuda") -> Image:
     full = _with_entries(text, language)
     front, *_ = files = language.files()
     flags = (
-        "-x", "c++", "-std=c++17", "-nostdinc++", "-fno-exceptions", "-fno-rtti", "-fPIC", "-O1", "-gline-tables-only", "-ffp-contract=off",
+        *_LANGUAGE, "-fPIC", "-O1", "-gline-tables-only", "-ffp-contract=off",
         "-fvisibility=hidden", "-fno-builtin-memcpy", "-fno-builtin-memset", "-fno-vectorize", "-fno-slp-vectorize",
         "-fno-threadsafe-statics", "-fsanitize=thread,alignment,array-bounds", "-mllvm", "-tsan-compound-read-before-write=1",
         "-mllvm", "-tsan-instrument-func-entry-exit=0", "-w", *language.flags, *_flags(),
@@ -328,6 +328,19 @@ def build(text: str, name: str = "cuda") -> Image:
         part.unlink()
         fresh.replace(path)
     return Image(path, text, language)
+
+
+def check_bounds(text: str, threads: dict[str, int]) -> None:
+    """EmulatorError unless a Metal text is C++ for the emulator and its kernels have these bounds of threads. No machine code is made."""
+    language = LANGUAGES["metal"]
+    front = language.files()[0]
+    claims = "".join(f'\nstatic_assert(gpu_bounds_{name} == {bound}, "the bound of {name}");' for name, bound in threads.items())
+    flags = (*_LANGUAGE, "-fsyntax-only", "-w", *language.flags, *_flags())
+    _run([provide_compiler(FOLDER), *flags, "-I", str(HERE / language.headers), "-include", str(front), "-"],
+         _with_entries(text, language) + claims)  # fmt: skip
+
+
+_LANGUAGE = ("-x", "c++", "-std=c++17", "-nostdinc++", "-fno-exceptions", "-fno-rtti")
 
 
 def _with_entries(text: str, language: Language) -> str:
