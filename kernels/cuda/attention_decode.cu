@@ -1,10 +1,10 @@
 // out[b] = softmax(q[b] k^T * SCALE) v over the keys that the newest token of sequence b sees, and the head's sink: one row a sequence.
 //
 //   out           [T, H, D] float32          rows from `count` on are not touched
-//   partial       [RECORDS_OF_ALL * ROWS * (D + 2)] float32, scratch. RECORDS_OF_ALL = grid * 2 * (SECTION / 256 + SECTIONS), plus, if
+//   partial       [RECORDS_OF_ALL * ROWS * (VALUES + 2)] float32, of each half, scratch. RECORDS_OF_ALL = grid * 2 * (SECTION / 256 + SECTIONS), plus, if
 //                                            CASCADE, B * K * PARTS * (SECTIONS + min(cascade, ceil(M * S / 256)));
 //                                            SECTIONS = ceil(M * S / SECTION)
-//   counters      [grid * 2 + (CASCADE ? B * K * PARTS : 0)] uint32, zero between launches
+//   counters      [grid * 2 + (CASCADE ? B * K * PARTS : 0)] uint32, of each half, zero between launches
 //   q             [T, H, D] float32          row b belongs to sequence b
 //   cache         [P, 2, K, S, D] CACHE_TYPE keys at [:, 0], values at [:, 1]; includes this step's
 //   block_tables  [B, M] int32               entries after the end of a context are not read
@@ -18,9 +18,11 @@
 //                                            of SECTION / 256; 0 if not CASCADE
 //
 // Constants: those of attention.cuh; CASCADE: 1 for cascades, see below, or 0. The text does not depend on B. PARTS = ceil(H / K / 16), ROWS = ceil(H / K / PARTS).
-// Launch: block 32; shared memory RING * 32 * (2 * D + 16) + (D <= 128 ? 0 : 32 * D - 2048) bytes, RING = min(8, max(2, 512 / D));
+// Launch: block 32; shared memory RING * 32 * (2 * D + 16) + (D <= 128 ? 0 : 32 * D - 512 * REGISTER_STEPS) bytes, RING = min(8, max(2, 512 / D));
 // grid: as many blocks as the GPU holds at once, multiprocessors * floor(shared memory of one / (that + 1024)), and at most as many as
-// there can be units, B * K * PARTS * ceil(M * S / 256). D = 128: 34 KiB, six on a multiprocessor of 228 KiB.
+// there can be units, B * K * PARTS * ceil(M * S / 256). D = 128: 34 KiB, six on a multiprocessor of 228 KiB. D = 512: 81 KiB, two.
+// For D > 256 `grid` is half of the blocks that the GPU holds, and the launch has (grid, 2): both halves of a unit are computed at the same
+// time, so that the second to read its keys finds them in the L2 cache. No CASCADE.
 //
 // Unit of work: a thread block is one warp. Units are (sequence, KV head's rows, partition of 256 keys), in this order, and each warp takes
 // an equal run of them, whatever the lengths of the sequences: one long sequence fills the GPU, and so do many short ones. A warp's keys
@@ -54,6 +56,7 @@ extern "C" __global__ void __launch_bounds__(32, D <= 32 ? 10 : 1)
   const int *shared_prefix_lens = nullptr;
 #endif
   DYNAMIC_SHARED(ring);
+  if (HALVES == 2) out += blockIdx.y * VALUES, counters += blockIdx.y * gridDim.x * 2;
   const Batch batch = {block_tables, context_lens, shared_prefix_lens, min(B, count[0]), cascade};
   const Records records = records_at(partial, B, cascade);
   Run run;

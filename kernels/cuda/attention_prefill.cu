@@ -12,9 +12,9 @@
 //   chunks        [2] int32                  first chunk sequence, number of chunk sequences
 //
 // Constants: those of attention.cuh, and STAGES: 2, or 1 where shared memory does not suffice for 2. H / K is at most WARPS * 16.
-// Launch: WARPS = D <= 128 ? 8 : 4; block WARPS * 32; grid (ceil(T / SPAN) + chunk sequences, K) or more, with SPAN = WARPS * 16 * K / H
-// rounded down; shared memory STAGES * 2 * (D <= 128 ? 128 : 64) * (2 * D + 16) + (D <= 128 ? 0 : 384 * D - 8192) bytes.
-// D = 128: 136 KiB; D = 256: 220 KiB, with one stage 154.
+// Launch: WARPS = D <= 128 ? 8 : D <= 256 ? 4 : 2; block WARPS * 32; grid (ceil(T / SPAN) + chunk sequences, K * HALVES) or more, with
+// SPAN = WARPS * 16 * K / H rounded down; shared memory STAGES * (D <= 128 ? 128 : 64) * (2 * (D + VALUES) + 32) and, for D > 128,
+// WARPS * (64 * VALUES + 32 * D - 512 * REGISTER_STEPS) bytes. D = 128: 136 KiB; D = 256: 220 KiB, with one stage 154; D = 512: 158, with one stage.
 //
 // Unit of work: a thread block takes (sequence, SPAN query positions, KV head); a warp takes sixteen of its SPAN * H / K rows. The last
 // positions of a sequence see most keys and come first; heads come one after another, so that the keys of one or two heads fill the L2
@@ -24,7 +24,7 @@
 // and sums are float32; the order of arithmetic is attention.cuh's.
 #include "attention.cuh"
 
-constexpr int WARPS = D <= 128 ? 8 : 4;
+constexpr int WARPS = D <= 128 ? 8 : D <= 256 ? 4 : 2;
 constexpr int THREADS = WARPS * 32;
 constexpr int SPAN = WARPS * 16 / G;
 constexpr int STAGE_KEYS = D <= 128 ? 128 : 64;
@@ -33,9 +33,10 @@ constexpr int TILE_BYTES = TILE / 32 * PACKED_STAGE;  // of the keys, and of the
 #else
 constexpr int TILE_BYTES = TILE * PITCH;
 #endif
-constexpr int SIDE_BYTES = STAGE_KEYS / TILE * TILE_BYTES;  // of those of a stage
-constexpr int STAGE_BYTES = 2 * SIDE_BYTES;
-constexpr int SECTION_BYTES = D <= 128 ? 0 : 16 * WARPS * D * 4;
+constexpr int SAVED_BYTES = HALVES == 2 ? STAGE_KEYS * (PITCH - VALUES_PITCH) : 0;  // by half the values
+constexpr int SIDE_BYTES = STAGE_KEYS / TILE * TILE_BYTES;                          // of those of a stage
+constexpr int STAGE_BYTES = 2 * SIDE_BYTES - SAVED_BYTES;
+constexpr int SECTION_BYTES = D <= 128 ? 0 : 16 * WARPS * VALUES * 4;
 constexpr int COLUMN_UNROLL = D <= 128 ? COLUMNS : 2;  // full where the sums must be registers; otherwise 2, which needs fewer registers
 constexpr int COPY_UNROLL = D <= 128 ? 4 : 2;
 
@@ -81,6 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   DYNAMIC_SHARED(shared);
   Work work;
   if (!find_work(work, block_tables, context_lens, query_starts, chunks)) return;
+  if (HALVES == 2) out += blockIdx.y % HALVES * VALUES;
   const int first = first_visible(work.position), end = work.position + work.count, first_tile = first & -TILE;
   copy_stage(shared, work, cache, first_tile, first, end);
   const WarpRows rows = rows_of_warp(work);
@@ -151,7 +153,7 @@ DEVICE bool find_work(Work &work, const int *block_tables, const int *context_le
   const int queries = query_starts[b + 1] - query_starts[b];
   const int skipped = (spans(b) - 1 - ((int)blockIdx.x - before)) * SPAN;
   work.table = block_tables + (s64)b * M;
-  work.head = blockIdx.y;
+  work.head = blockIdx.y / HALVES;
   work.row = query_starts[b] + skipped;
   work.context = context_lens[b];
   work.position = work.context - queries + skipped;
@@ -194,6 +196,19 @@ DEVICE void copy_stage(u8 *stage, const Work &work, const uint4 *cache, int star
   copy_commit();
 }
 #else
+// The thread block's half of the values of a stage.
+DEVICE void copy_half_values(u8 *values, const Work &work, const uint4 *cache, int start, int first, int end) {
+  constexpr int OWN = PIECES / 2;
+#pragma unroll 1
+  for (int piece = threadIdx.x; piece < STAGE_KEYS * OWN; piece += THREADS) {
+    const int row = piece / OWN, column = piece % OWN, key = start + row;
+    const bool valid = key >= first && key < end;
+    const uint4 *from = cache + blockIdx.y % HALVES * OWN + column + VALUES_OFFSET;
+    copy_16_or_zero(values + row * VALUES_PITCH + column * 16, valid ? from + key_offset(work.table[key / S], work.head, key) : cache,
+                    valid);
+  }
+}
+
 // Copies keys and values from `start` on to a stage; zeros for keys outside of first to end - 1, whose blocks are not looked up.
 DEVICE void copy_stage(u8 *stage, const Work &work, const uint4 *cache, int start, int first, int end) {
 #pragma unroll COPY_UNROLL
@@ -203,8 +218,9 @@ DEVICE void copy_stage(u8 *stage, const Work &work, const uint4 *cache, int star
     const uint4 *from = valid ? cache + key_offset(work.table[key / S], work.head, key) + column : cache;
     u8 *to = stage + row * PITCH + column * 16;
     copy_16_or_zero(to, from, valid);
-    copy_16_or_zero(to + SIDE_BYTES, valid ? from + VALUES_OFFSET : cache, valid);
+    if (HALVES == 1) copy_16_or_zero(to + SIDE_BYTES, valid ? from + VALUES_OFFSET : cache, valid);
   }
+  if (HALVES == 2) copy_half_values(stage + SIDE_BYTES, work, cache, start, first, end);
   copy_commit();
 }
 #endif

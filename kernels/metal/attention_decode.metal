@@ -16,11 +16,11 @@
 // Constants in addition to attention.h's: PARTITION, keys of a partition, a multiple of 32; SIMDS, SIMD groups of a threadgroup, 1 to 16;
 // CASCADE; SPREAD, how many threadgroups a launch should keep where sequences share; and LAUNCHES, 1, or 2 if attention_merge is launched
 // next with the same constants. The bits are the same.
-// PARTITIONS = ceil(M * S / PARTITION), at most 32; PARTS = ceil(H / K / (D <= 128 ? 8 : 4)), ROWS = ceil(H / K / PARTS).
+// PARTITIONS = ceil(M * S / PARTITION), at most 32; PARTS = ceil(H / K / (D <= 128 ? 8 : D <= 256 ? 4 : 2)), ROWS = ceil(H / K / PARTS).
 // Launch: grid (K * PARTS, B, PARTITIONS); threads 32 * SIMDS.
 //
 // A threadgroup takes a sequence, a partition of its keys, and the ROWS query heads of a KV head: one read of the keys serves them all.
-// (More than eight heads, or four wide ones, are several parts that read the same keys at about the same time, so that all but the first
+// (More than eight heads, or four or two wide ones, are several parts that read the same keys at about the same time, so that all but the first
 // find them in a cache.) Tiles of KEYS keys form SIMDS stripes: tile t is in stripe t % SIMDS. A stripe has sums of its own; each SIMD
 // group computes one (decode_tile.h).
 //

@@ -12,13 +12,14 @@
 //   sinks         [H] float32, if SINKS      attention.h
 //
 // Constants in addition to attention.h's: SIMDS, SIMD groups of a threadgroup, 1 to 16. H / K is at most SIMDS * 8.
-// Launch: threads 32 * SIMDS; grid (ceil(T / SPAN) + chunk sequences, K) or more, with SPAN = SIMDS * 8 * K / H rounded down.
+// Launch: threads 32 * SIMDS; grid (ceil(T / SPAN) + chunk sequences, K * HALVES) or more, with SPAN = SIMDS * 8 * K / H rounded down.
 //
 // A threadgroup takes (sequence, SPAN query positions, KV head), a SIMD group eight of its SPAN * H / K rows. The last positions of a
 // sequence, which see most, come first. Tiles of KEYS keys and values go through threadgroup memory, 17 KiB, as they are in the cache, or as
 // halves without their scales if it is packed, with rows padded so that the lanes of a fragment's load read different banks. Scores, weights and sums stay in registers as fragments of
 // 8 x 8, and so does q, for D > 128 up to OWN_STEPS; the rest is read again for each tile. A SIMD group skips tiles that its rows do not
-// see, and masks only at the edge of what they see.
+// see, and masks only at the edge of what they see. For D > 256 a threadgroup has one of two HALVES of the values' columns, and computes all
+// scores: columns do not depend on each other.
 //
 // Which two numbers of a fragment a lane holds is in gpu.h (matrix_row, matrix_column); the lanes of a row are 1 and 8 apart.
 //
@@ -28,6 +29,7 @@
 // bits depend neither on how a prompt is divided into chunks nor on the other rows. They differ from attention_decode's.
 // Scales of a packed cache multiply a key's scores, after their sum, and its value's weights, which are summed without it.
 #include "attention.h"
+constant constexpr int HALVES = D <= 256 ? 1 : 2;  // of the values' columns: a SIMD group has registers for 256
 #if PACKED_CACHE
 #include "packed_tile.h"
 #else
@@ -39,7 +41,11 @@ constant constexpr int KEYS = ROW_BYTES <= 256 ? 32 : ROW_BYTES <= 512 ? 16 : 8;
 constant constexpr int PITCH_BYTES = ROW_BYTES + 16;                              // from row to row in threadgroup memory
 constant constexpr int PITCH = PITCH_BYTES / (int)sizeof(tile_number);
 constant constexpr int SIDE = KEYS * (PITCH_BYTES / 16);  // pieces from a tile's keys to its values
-constant constexpr int STEPS = D / 8;                     // fragments of a row
+constant constexpr int VALUE_PITCH = PITCH - D + D / HALVES;
+constant constexpr int TILE = SIDE + KEYS * VALUE_PITCH * (int)sizeof(tile_number) / 16;  // pieces
+constant constexpr int STEPS = D / 8;                                                     // fragments of a row
+constant constexpr int COLUMNS = D / HALVES;                                              // of the values, that a threadgroup has
+constant constexpr int VALUE_STEPS = COLUMNS / 8;
 constant constexpr int OWN_STEPS = D <= 128 ? STEPS : 8;  // of q, in registers
 constant constexpr int SPAN = SIMDS * 8 / G;
 constant constexpr int THREADS = 32 * SIMDS;
@@ -65,7 +71,7 @@ struct Lane {
 
 // The state of a SIMD group. `max_score` and `sum` are of the lane's row, of the sum this lane's part.
 struct Sums {
-  float2 o[STEPS];
+  float2 o[VALUE_STEPS];
   float max_score, sum;
 };
 
@@ -87,12 +93,13 @@ INLINE void write_rows(device float *out, thread const Sums &sums, thread const 
     device const int *query_starts [[buffer(5)]], device const int *chunks [[buffer(6)]],
     SINKS_ARGUMENT(7) uint3 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
     uint lane_index [[thread_index_in_simdgroup]], uint simd_index [[simdgroup_index_in_threadgroup]]) {
-  threadgroup uint4 tile[2 * SIDE];
+  threadgroup uint4 tile[TILE];
   TileScales scales;
 #if PACKED_CACHE
   threadgroup uint scales_of_keys[KEYS];
   scales.of = scales_of_keys;
 #endif
+  const int half_index = (int)group.y % HALVES;
   Work work;
   if (!find_work(work, group, block_tables, context_lens, query_starts, chunks)) return;
   const Lane lane = lane_of(work, lane_index, (int)simd_index);
@@ -104,12 +111,12 @@ INLINE void write_rows(device float *out, thread const Sums &sums, thread const 
   Sums sums;
   sums.max_score = NO_SCORE, sums.sum = 0.0f;
 #pragma unroll
-  for (int step = 0; step < STEPS; step++) sums.o[step] = float2(0.0f);
+  for (int step = 0; step < VALUE_STEPS; step++) sums.o[step] = float2(0.0f);
 
   for (int start = first / KEYS * KEYS; start < end; start += KEYS) {
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tile has been read by all
     load_tile<KEYS, PITCH, THREADS>((threadgroup tile_number *)tile, (threadgroup tile_number *)(tile + SIDE), scales, cache, work.table,
-                                    work.head, start, first, end, (int)thread_index);
+                                    work.head, half_index, start, first, end, (int)thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (start + KEYS <= first_visible(lane.low) || start > lane.high) continue;
     float2 weights[KEYS / 8];  // scores at first
@@ -117,7 +124,7 @@ INLINE void write_rows(device float *out, thread const Sums &sums, thread const 
     update_softmax(weights, sums, scales, lane, start, start < first_visible(lane.high) || start + KEYS > lane.low + 1);
     add_values(sums, weights, (threadgroup const tile_number *)(tile + SIDE), lane);
   }
-  write_rows(out, sums, lane, SINKS_POINTER);
+  write_rows(out + half_index * COLUMNS, sums, lane, SINKS_POINTER);
 }
 
 // --- the work of threadgroups and lanes
@@ -132,7 +139,7 @@ INLINE bool find_work(thread Work &work, uint3 group, device const int *block_ta
   if (b >= end) return false;
   const int queries = query_starts[b + 1] - query_starts[b], skipped = (spans_of(query_starts, b) - 1 - span) * SPAN;
   work.table = block_tables + (ulong)b * M;
-  work.head = (int)group.y;
+  work.head = (int)group.y / HALVES;
   work.row = query_starts[b] + skipped;
   work.position = context_lens[b] - queries + skipped;
   work.count = min(SPAN, queries - skipped);
@@ -222,17 +229,17 @@ INLINE void update_softmax(thread float2 (&s)[KEYS / 8], thread Sums &sums, Tile
     }
   if (!rises) return;
 #pragma unroll
-  for (int step = 0; step < STEPS; step++) sums.o[step] *= rescale;
+  for (int step = 0; step < VALUE_STEPS; step++) sums.o[step] *= rescale;
 }
 
 INLINE void add_values(thread Sums &sums, thread const float2 (&weights)[KEYS / 8], threadgroup const tile_number *values,
                        thread const Lane &lane) {
-  threadgroup const tile_number *from = values + lane.row * PITCH + lane.column;
+  threadgroup const tile_number *from = values + lane.row * VALUE_PITCH + lane.column;
 #pragma unroll
   for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
-    for (int step = 0; step < STEPS; step++)
-      sums.o[step] = multiply_add(weights[n], pair_at(from + n * 8 * PITCH + step * 8, 1), sums.o[step]);
+    for (int step = 0; step < VALUE_STEPS; step++)
+      sums.o[step] = multiply_add(weights[n], pair_at(from + n * 8 * VALUE_PITCH + step * 8, 1), sums.o[step]);
 }
 
 INLINE void write_rows(device float *out, thread const Sums &sums, thread const Lane &lane, device const float *head_sinks) {
@@ -241,5 +248,5 @@ INLINE void write_rows(device float *out, thread const Sums &sums, thread const 
   if (!lane.exists) return;
   const float inverse = 1.0f / with_sink(sum, sums.max_score, head_sinks, lane.head);
 #pragma unroll
-  for (int step = 0; step < STEPS; step++) *(device float2 *)(out + lane.offset + step * 8 + lane.column) = sums.o[step] * inverse;
+  for (int step = 0; step < VALUE_STEPS; step++) *(device float2 *)(out + lane.offset + step * 8 + lane.column) = sums.o[step] * inverse;
 }

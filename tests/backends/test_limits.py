@@ -46,7 +46,7 @@ CHANGES = {
     "layout": tuple(Layout),
     "matrices": (1, 2, 3, 4),
     "norm": ("RMS", "LAYER"),
-    "head_dim": (8, 16, 24, 32, 48, 64, 128, 192, 240, 256, 264, 272),
+    "head_dim": (8, 16, 24, 32, 48, 64, 128, 192, 240, 256, 264, 272, 288, 512, 528),
     "query_heads": (2, 64, 66, 128, 130),
     "block_size": (4, 8, 12, 16, 48, 256, 512),
     "block_bytes": (4, 8, 16, 24, 4096),
@@ -99,11 +99,16 @@ def runs(kind: str, stem: str, f: ShapeFacts) -> bool:
     if stem in ("attention_decode", "attention_prefill"):
         fits = (
             heads
-            and 32 <= f.head_dim <= (512 if kind == "CPU" else 256)
+            and 32 <= f.head_dim <= 512
+            and (kind == "CPU" or f.head_dim <= 256 or (f.head_dim % 32 == 0 and f.cache_format in ("F32", "F16", "BF16")))
             and (kind == "METAL" or f.cache_format != "KV_INT4" or f.head_dim % 32 == 0)
         )
         if kind != "CPU":
-            fits = fits and f.block_size in (8, 16, 32, 64, 128, 256) and f.query_heads // f.kv_heads <= (64 if kind == "CUDA" else 32)
+            fits = (
+                fits
+                and f.block_size in (8, 16, 32, 64, 128, 256)
+                and f.query_heads // f.kv_heads <= (64 if kind == "CUDA" and f.head_dim <= 256 else 32)
+            )
         if kind == "CUDA":
             fits = fits and f.cache_format != "F32" and f.cache_bytes < 64 << 30
             fits = fits and prefill_shared(f.head_dim, 1, f.cache_format) <= SHARED

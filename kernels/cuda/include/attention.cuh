@@ -15,7 +15,11 @@
 //
 // Constants: H, K, D, S, M, CACHE_TYPE (F16, BF16, or packed as in packed_cache.cuh), SCALE (above 0), WINDOW (0: none), SECTION (default 4096; a multiple of 256),
 // CAP (of scores * SCALE, none if not defined), SINKS (none if not defined; they are not scaled).
-// H % K == 0, D % 16 == 0, D from 32 to 256, S a power of two from 8 to 256. One layer's cache is smaller than 64 GiB.
+// H % K == 0, D % 16 == 0, D from 32 to 512, S a power of two from 8 to 256. One layer's cache is smaller than 64 GiB. Heads above 256 are
+// of F16 or BF16, and multiples of 32.
+//
+// A warp has registers for 256 columns of the values of sixteen rows. Wider heads have two HALVES of D / 2 columns: a thread block has one of
+// them, and computes all scores. The row's bits are those of one warp that had all columns, as columns do not depend on each other.
 //
 // Keys and values are stored in shared memory as rows of D numbers plus 16 bytes of padding, so that the eight rows that ldmatrix reads at
 // once start in different banks.
@@ -45,10 +49,13 @@
 constexpr int G = H / K;  // query heads of a KV head
 constexpr int TILE = 64;
 constexpr int PARTITION = 256;
-constexpr int STEPS = D / 16;      // mma steps of a score
-constexpr int COLUMNS = D / 8;     // mma column groups of an output row
-constexpr int PIECES = D / 8;      // of 16 bytes in a row of the cache
-constexpr int PITCH = D * 2 + 16;  // bytes from row to row in shared memory
+constexpr int STEPS = D / 16;  // mma steps of a score
+constexpr int HALVES = D > 256 ? 2 : 1;
+constexpr int VALUES = D / HALVES;   // columns of an output row that a thread block has
+constexpr int COLUMNS = VALUES / 8;  // mma column groups of them
+constexpr int PIECES = D / 8;        // of 16 bytes in a row of the cache
+constexpr int PITCH = D * 2 + 16;    // bytes from row to row of keys in shared memory
+constexpr int VALUES_PITCH = VALUES * 2 + 16;
 constexpr float SCALE_2 = (float)(SCALE * 1.4426950408889634);
 
 #if CACHE_TYPE == KV_INT8 || CACHE_TYPE == KV_INT4 || CACHE_TYPE == KV_FP8
@@ -62,7 +69,8 @@ constexpr int COMPUTE = CACHE_TYPE;
 static_assert(CACHE_TYPE == F16 || CACHE_TYPE == BF16, "attention: CACHE_TYPE must be F16 or BF16, or packed");
 #endif
 static_assert(H % K == 0, "attention: H must be a multiple of K");
-static_assert(D % 16 == 0 && D >= 32 && D <= 256, "attention: D must be a multiple of 16 from 32 to 256");
+static_assert(D % 16 == 0 && D >= 32 && D <= 512, "attention: D must be a multiple of 16 from 32 to 512");
+static_assert(HALVES == 1 || (D % 32 == 0 && !PACKED), "attention: D above 256 must be a multiple of 32, of F16 or BF16");
 static_assert(S >= 8 && S <= 256 && (S & (S - 1)) == 0, "attention: S must be a power of two from 8 to 256");
 static_assert(SECTION % PARTITION == 0, "attention: SECTION must be a multiple of 256");
 
@@ -95,10 +103,12 @@ DEVICE void reset(RowState &state) {
 
 // Two rows of q [D] per lane, as the A operand of the scores' mma. Steps from REGISTER_STEPS on, for which there are no registers, are kept
 // in shared memory, QUERY_BYTES a thread, each read only by the thread that wrote it.
-constexpr int REGISTER_STEPS = STEPS <= 8 ? STEPS : 4;
+constexpr int REGISTER_STEPS = STEPS <= 8 ? STEPS : HALVES == 1 ? 4 : 0;
+constexpr int KEPT_STEPS = REGISTER_STEPS ? REGISTER_STEPS : 1;  // no array is empty
+constexpr int STEP_UNROLL = HALVES == 1 ? STEPS : 4;             // full where steps are registers
 constexpr int QUERY_BYTES = (STEPS - REGISTER_STEPS) * 16;
 struct Queries {
-  u32 registers[REGISTER_STEPS][4];
+  u32 registers[KEPT_STEPS][4];
   uint4 *shared;  // [STEPS - REGISTER_STEPS][threads]; this points to the thread's own column
   int threads;
 };
@@ -108,7 +118,7 @@ DEVICE void query_step(u32 (&a)[4], const Queries &q, int step) {
     a[0] = words.x, a[1] = words.y, a[2] = words.z, a[3] = words.w;
   } else {
 #pragma unroll
-    for (int i = 0; i < 4; i++) a[i] = q.registers[step % REGISTER_STEPS][i];
+    for (int i = 0; i < 4; i++) a[i] = q.registers[step % KEPT_STEPS][i];
   }
 }
 
@@ -137,7 +147,7 @@ DEVICE void load_queries(Queries &q, const float *row, const float *row_plus_8, 
     load_step(a, row, row_plus_8, step);
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      if (step < REGISTER_STEPS) q.registers[step % REGISTER_STEPS][i] = a[i];
+      if (step < REGISTER_STEPS) q.registers[step % KEPT_STEPS][i] = a[i];
     if (step >= REGISTER_STEPS) q.shared[(step - REGISTER_STEPS) * threads] = make_uint4(a[0], a[1], a[2], a[3]);
   }
 }
@@ -192,7 +202,7 @@ constexpr int LANE_KEYS = 2;
 
 // Byte offsets of this lane's rows for load_matrices in keys, and for load_matrices_transposed in values.
 DEVICE int key_lane_offset() { return ((threadIdx.x / 16 % 2 * 8) + threadIdx.x % 8) * PITCH + threadIdx.x / 8 % 2 * 16; }
-DEVICE int value_lane_offset() { return ((threadIdx.x / 8 % 2 * 8) + threadIdx.x % 8) * PITCH + threadIdx.x / 16 % 2 * 16; }
+DEVICE int value_lane_offset() { return ((threadIdx.x / 8 % 2 * 8) + threadIdx.x % 8) * VALUES_PITCH + threadIdx.x / 16 % 2 * 16; }
 
 // Scores of KEYS keys of a tile, starting with its key FIRST. `keys`: their first row plus key_lane_offset(). `queries`: Queries, or
 // another type that has a query_step.
@@ -201,7 +211,7 @@ template <int FIRST, int KEYS, typename Operand> DEVICE void score(float (&s)[TI
   for (int n = FIRST / 8; n < (FIRST + KEYS) / 8; n++)
 #pragma unroll
     for (int i = 0; i < 4; i++) s[n][i] = 0.0f;
-#pragma unroll
+#pragma unroll(STEP_UNROLL)
   for (int step = 0; step < STEPS; step++) {
     u32 q[4];
     query_step(q, queries, step);
@@ -323,7 +333,7 @@ template <int FIRST, int KEYS> DEVICE void add_values(RowState &state, const flo
 #pragma unroll
     for (int column = 0; column < COLUMNS; column += 2) {
       u32 v[4];
-      load_matrices_transposed(v, values + step * 16 * PITCH + column * 16);
+      load_matrices_transposed(v, values + step * 16 * VALUES_PITCH + column * 16);
       multiply(state.o[column], p, v[0], v[1]);
       multiply(state.o[column + 1], p, v[2], v[3]);
     }

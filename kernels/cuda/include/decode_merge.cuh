@@ -15,7 +15,8 @@ constexpr int LOADS = 16;  // records that a merge loads at a time
 
 // --- where records are
 
-// The arrays of all records: weighted values [][ROWS][D], maxima and sums [][ROWS]; and how many records a follower has for a head.
+// The arrays of all records of this half: weighted values [][ROWS][VALUES], maxima and sums [][ROWS]; and how many records a follower has
+// for a head.
 struct Records {
   float *values;
   float2 *max_and_sum;
@@ -24,7 +25,8 @@ struct Records {
 DEVICE Records records_at(float *partial, int B, int cascade) {
   const int of_follower = CASCADE ? SECTIONS + min(MAX_PARTITIONS, cascade) : 0;
   const int records = gridDim.x * 2 * RECORDS + (CASCADE ? B * HEADS * of_follower : 0);
-  return {partial, (float2 *)(partial + (s64)records * (ROWS * D)), of_follower};
+  if (HALVES == 2) partial += (s64)blockIdx.y * records * (ROWS * (VALUES + 2));
+  return {partial, (float2 *)(partial + (s64)records * (ROWS * VALUES)), of_follower};
 }
 
 // The space of the records of a section or of a sequence, and whether only this warp writes to it.
@@ -43,8 +45,8 @@ DEVICE int first_record(const Records &partial, int b, int head) {
   return gridDim.x * 2 * RECORDS + (b * HEADS + head) * partial.of_follower;
 }
 
-// A record's weighted values [ROWS][D], and its maxima and sums [ROWS].
-DEVICE float *values_of(const Records &partial, int record) { return partial.values + (s64)record * (ROWS * D); }
+// A record's weighted values [ROWS][VALUES], and its maxima and sums [ROWS].
+DEVICE float *values_of(const Records &partial, int record) { return partial.values + (s64)record * (ROWS * VALUES); }
 DEVICE float2 *max_and_sum_of(const Records &partial, int record) { return partial.max_and_sum + (s64)record * ROWS; }
 
 // Adds `more` to a counter; true for the warp that completes `expected`, which then sees everything that the others wrote before theirs.
@@ -79,7 +81,7 @@ DEVICE void write_output(const RowState &state, const float (&sum)[2], float *ou
 // The lane's row r of an mma as row `row` of a record.
 DEVICE void write_record_row(const RowState &state, const float (&sum)[2], int r, const Records &partial, int record, int row) {
   const int t = threadIdx.x % 4;
-  float *to = values_of(partial, record) + row * D + t * 2;
+  float *to = values_of(partial, record) + row * VALUES + t * 2;
 #pragma unroll
   for (int n = 0; n < COLUMNS; n++) *(float2 *)(to + n * 8) = make_float2(state.o[n][2 * r], state.o[n][2 * r + 1]);
   if (t == 0) max_and_sum_of(partial, record)[row] = make_float2(state.max[r], sum[r]);
@@ -110,8 +112,8 @@ DEVICE void write_follower_records(const RowState &state, const float (&sum)[2],
 // `count` records from `record` on become one, number `to`, or, if `to` is -1, the rows of `out` of this head. The merged records may then
 // be written again.
 DEVICE void merge(const Records &partial, int record, int count, int to, float *out, const float *head_sinks, int b, int head) {
-  for (int i = threadIdx.x; i < ROWS * D / 4; i += 32) {
-    const int r = i / (D / 4);
+  for (int i = threadIdx.x; i < ROWS * VALUES / 4; i += 32) {
+    const int r = i / (VALUES / 4);
     const float4 *values = (const float4 *)values_of(partial, record) + i;
     const float2 *max_and_sum = max_and_sum_of(partial, record) + r;
     float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -122,7 +124,7 @@ DEVICE void merge(const Records &partial, int record, int count, int to, float *
 #pragma unroll
       for (int j = 0; j < LOADS; j++) {
         const int record = min(j, left - 1);
-        next[j] = values[record * (ROWS * D / 4)], next_max_and_sum[j] = max_and_sum[record * ROWS];
+        next[j] = values[record * (ROWS * VALUES / 4)], next_max_and_sum[j] = max_and_sum[record * ROWS];
       }
 #pragma unroll
       for (int j = 0; j < LOADS; j++) {
@@ -132,14 +134,14 @@ DEVICE void merge(const Records &partial, int record, int count, int to, float *
         o = make_float4(fmaf(next[j].x, scales.next, o.x * scales.old), fmaf(next[j].y, scales.next, o.y * scales.old),
                         fmaf(next[j].z, scales.next, o.z * scales.old), fmaf(next[j].w, scales.next, o.w * scales.old));
       }
-      values += LOADS * (ROWS * D / 4), max_and_sum += LOADS * ROWS;
+      values += LOADS * (ROWS * VALUES / 4), max_and_sum += LOADS * ROWS;
     }
     if (to >= 0) {
       ((float4 *)values_of(partial, to))[i] = o;
-      if (i % (D / 4) == 0) max_and_sum_of(partial, to)[r] = make_float2(max, sum);
+      if (i % (VALUES / 4) == 0) max_and_sum_of(partial, to)[r] = make_float2(max, sum);
     } else if (float *row = row_pointer(out, b, head, r)) {
       const float inverse = 1.0f / with_sink(sum, max, head_sinks, query_head(head, r));
-      ((float4 *)row)[i % (D / 4)] = make_float4(o.x * inverse, o.y * inverse, o.z * inverse, o.w * inverse);
+      ((float4 *)row)[i % (VALUES / 4)] = make_float4(o.x * inverse, o.y * inverse, o.z * inverse, o.w * inverse);
     }
   }
   __syncwarp();

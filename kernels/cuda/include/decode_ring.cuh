@@ -99,6 +99,22 @@ template <bool WHOLE> DEVICE void copy_stage(u8 *slot, const uint4 *side, u32 of
 
 #endif
 
+#if !PACKED
+// As copy_stage, of the thread block's half of values: a run of keys is PIECES / 2 pieces of each row.
+DEVICE void copy_half_values(u8 *slot, const uint4 *side, u32 offset, int first, int end) {
+  constexpr int OWN = PIECES / 2;
+#pragma unroll 1
+  for (int base = 0; base < STAGE_KEYS; base += RUN_KEYS) {
+    const uint4 *from = side + __shfl_sync(ALL_LANES, offset, base) + blockIdx.y * OWN;
+#pragma unroll 4
+    for (int piece = threadIdx.x; piece < RUN_KEYS * OWN; piece += 32) {
+      const int row = piece / OWN, column = piece % OWN, key = base + row;
+      copy_16_or_zero(slot + key * VALUES_PITCH + column * 16, from + row * PIECES + column, key >= first && key < end);
+    }
+  }
+}
+#endif
+
 // Requests stage number `stage` of a tile, into the slot that all lanes have finished with. After the last tile it copies nothing but still
 // commits an empty group, so that the counts of copy_wait hold.
 DEVICE void request_stage(Stream &stream, int stage, u8 *ring, const uint4 *cache, const Batch &batch, const Run &run) {
@@ -112,7 +128,8 @@ DEVICE void request_stage(Stream &stream, int stage, u8 *ring, const uint4 *cach
     const int half = stage % 2, first = stream.first - half * STAGE_KEYS, end = stream.end - half * STAGE_KEYS;
     const uint4 *side = stage >= 2 ? cache + VALUES_OFFSET : cache;
     const u32 offset = half ? stream.offset[1] : stream.offset[0];
-    if (first <= 0 && end >= STAGE_KEYS) copy_stage<true>(slot, side, offset, first, end);
+    if (HALVES == 2 && stage >= 2) copy_half_values(slot, side, offset, first, end);
+    else if (first <= 0 && end >= STAGE_KEYS) copy_stage<true>(slot, side, offset, first, end);
     else copy_stage<false>(slot, side, offset, first, end);
 #endif
   }

@@ -12,8 +12,9 @@
 
 #define POWER_ABOVE(n) ((n) <= 1 ? 1 : (n) <= 2 ? 2 : (n) <= 4 ? 4 : (n) <= 8 ? 8 : (n) <= 16 ? 16 : 32)
 
-constant constexpr int PARTS = (G + (D <= 128 ? 8 : 4) - 1) / (D <= 128 ? 8 : 4);  // of a KV head's query heads
-constant constexpr int ROWS = (G + PARTS - 1) / PARTS;                             // query heads of a part
+constant constexpr int MOST_ROWS = D <= 128 ? 8 : D <= 256 ? 4 : 2;  // wide heads leave few registers
+constant constexpr int PARTS = (G + MOST_ROWS - 1) / MOST_ROWS;      // of a KV head's query heads
+constant constexpr int ROWS = (G + PARTS - 1) / PARTS;               // query heads of a part
 constant constexpr int PADDED_ROWS = POWER_ABOVE(ROWS);
 constant constexpr int PIECES = D / 4;                                             // of four numbers
 constant constexpr int HALVES = CACHE_TYPE == KV_INT4 && ROWS <= 4 ? 2 : 1;        // pieces of a lane that are in the same bytes
@@ -21,7 +22,7 @@ constant constexpr int OWN_PIECES = PIECES / HALVES;                            
 constant constexpr int KEY_LANES = OWN_PIECES <= 8 ? 8 : POWER_ABOVE(OWN_PIECES);  // of a key
 constant constexpr int EACH = (OWN_PIECES + KEY_LANES - 1) / KEY_LANES * HALVES;   // pieces of a lane
 constant constexpr int SIDES = 32 / KEY_LANES;                                     // keys at the same time
-constant constexpr int MAX_STEPS = EACH > 1 ? 4 : 8;                               // wide heads leave few registers
+constant constexpr int MAX_STEPS = EACH > 2 ? 4 / PADDED_ROWS : EACH > 1 ? 4 : 8;
 constant constexpr int STEPS = 32 / PADDED_ROWS < MAX_STEPS ? 32 / PADDED_ROWS : MAX_STEPS;
 constant constexpr int KEYS = STEPS * SIDES;                                       // of a tile, at most 32
 constant constexpr int PARTIALS = STEPS * PADDED_ROWS;                             // a lane's parts of scores: at most 32

@@ -9,15 +9,17 @@ struct TileScales {};
 INLINE float key_scale(TileScales, int) { return 1.0f; }
 INLINE float value_scale(TileScales, int) { return 1.0f; }
 
-// Keys and values `start` to start + KEYS - 1, rows of PITCH numbers; for those outside of first to end - 1 some that are inside.
+// Keys and values `start` to start + KEYS - 1, rows of PITCH numbers, of values one of HALVES of their columns; for those outside of first to
+// end - 1 some that are inside.
 template <int KEYS, int PITCH, int THREADS>
 INLINE void load_tile(threadgroup tile_number *keys, threadgroup tile_number *values, TileScales, device const uint4 *cache,
-                      device const int *table, int head, int start, int first, int end, int thread_index) {
+                      device const int *table, int head, int half_index, int start, int first, int end, int thread_index) {
   constexpr int PIECES = D * (int)sizeof(tile_number) / 16;  // of 16 bytes in a row of the cache
+  constexpr int OWN = PIECES / HALVES, VALUE_PITCH = PITCH - D + D / HALVES;
   for (int i = thread_index; i < KEYS * PIECES; i += THREADS) {
     const int row = i / PIECES, piece = i % PIECES, key = clamp(start + row, first, end - 1);
     device const uint4 *from = cache + (row_at(table[key / S], head, key) * PIECES + piece);
     ((threadgroup uint4 *)(keys + row * PITCH))[piece] = from[0];
-    ((threadgroup uint4 *)(values + row * PITCH))[piece] = from[VALUES * PIECES];
+    if (piece / OWN == half_index) ((threadgroup uint4 *)(values + row * VALUE_PITCH))[piece % OWN] = from[VALUES * PIECES];
   }
 }

@@ -17,7 +17,7 @@ INLINE float value_scale(TileScales scales, int key) { return bf16_pair_to_float
 // scales of some that are inside. A thread takes a quad of each side.
 template <int KEYS, int PITCH, int THREADS>
 INLINE void load_tile(threadgroup tile_number *keys, threadgroup tile_number *values, TileScales scales, device const uint4 *cache,
-                      device const int *table, int head, int start, int first, int end, int thread_index) {
+                      device const int *table, int head, int, int start, int first, int end, int thread_index) {
   for (int i = thread_index; i < KEYS / 4 * WORDS; i += THREADS) {
     const int row = i / WORDS * 4, word = i % WORDS;
     const KeyPlace place = key_place(table, head, clamp(start + row, first, end - 1));

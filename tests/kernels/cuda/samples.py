@@ -42,7 +42,8 @@ class Sizes:
 
 SMALL, LARGE = Sizes(2048, 8192, 32, 8, 64, 128256), Sizes(4096, 14336, 32, 8, 128, 128256)
 QWEN = Sizes(1024, 3072, 16, 8, 128, 151936, True)
-WIDE = Sizes(2560, 10240, 8, 4, 256, 262144, True)  # Gemma 3 4B: the widest heads
+WIDE = Sizes(2560, 10240, 8, 4, 256, 262144, True)  # Gemma 3 4B
+WIDEST = Sizes(5376, 21504, 32, 4, 512, 262144, True)  # the global layers of Gemma 4 31B
 SINKS, CAPPED = Sizes(2880, 2880, 64, 8, 64, 201088), Sizes(2304, 9216, 8, 4, 256, 256000)  # gpt-oss; Gemma 2 2B
 
 
@@ -181,6 +182,9 @@ def _attention(gpu: GPU) -> dict[str, Kernel]:
         found[f"attention_prefill {name}"] = records.attention_prefill(VARIANT, 512, 2, told, gpu)
         found[f"attention_decode {name}"] = records.attention_decode(VARIANT, 32, told, gpu)[0]
         found[f"attention_decode {name}, shared"] = records.attention_decode(VARIANT, 64, told, gpu, cascade=True)[0]
+    for cache in ("BF16", "F16"):
+        found[f"attention_prefill {cache} of 512 features"] = records.attention_prefill(VARIANT, 512, 2, WIDEST.attention(cache), gpu)
+        found[f"attention_decode {cache} of 512 features"] = records.attention_decode(VARIANT, 32, WIDEST.attention(cache), gpu)[0]
     both = LARGE.attention("BF16", cap=50.0, sinks=True)
     found["attention_decode of all policies, shared"] = records.attention_decode(VARIANT, 64, both, gpu, cascade=True)[0]
     packed = records.attention_decode(VARIANT, 64, SMALL.attention("KV_INT4"), gpu, cascade=True)[0]

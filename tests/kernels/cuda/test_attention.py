@@ -51,12 +51,12 @@ def decode(
     kernel, floats, counts = records.attention_decode("sm_90", B, told(case), GPU, cascade=shared_prefix_lens is not None)
     if grid or section != 4096:
         wide = grid or kernel.grid[0]
-        parts = -(-s.H // s.K // 16)
-        kernel = with_section(dataclasses.replace(kernel, grid=(wide, 1, 1)), section)
+        parts, halves = -(-s.H // s.K // 16), kernel.grid[1]
+        kernel = with_section(dataclasses.replace(kernel, grid=(wide, halves, 1)), section)
         sections, cascade, heads = -(-M * s.S // section), kernel.integers[1], s.K * parts
         kept = B * heads * (sections + min(cascade, -(-M * s.S // 256))) if cascade else 0
-        floats = (wide * 2 * (section // 256 + sections) + kept) * -(-s.H // s.K // parts) * (s.D + 2)
-        counts = 2 * wide + (B * heads if cascade else 0)
+        floats = halves * (wide * 2 * (section // 256 + sections) + kept) * -(-s.H // s.K // parts) * (s.D // halves + 2)
+        counts = halves * 2 * wide + (B * heads if cascade else 0)
     last = aligned((B, s.H, s.D), np.float32)
     last[...] = case.q[case.starts[1:] - 1]
     out, partial, counters = aligned(last.shape, np.float32), aligned((floats,), np.float32), aligned((counts,), np.uint32, 0)
@@ -91,6 +91,8 @@ RAGGED = [
     Shape(H=4, K=2, D=96, S=32, dtype="BF16"),
     Shape(H=4, K=1, D=128, S=16, dtype="F16"),
     Shape(H=2, K=1, D=256, S=16, dtype="BF16"),
+    Shape(H=2, K=1, D=512, S=16, dtype="BF16"),
+    with_sinks(Shape(H=4, K=2, D=288, S=8, dtype="F16", window=70, cap=2.0)),
     Shape(H=2, K=2, D=48, S=256, dtype="BF16"),
     Shape(H=20, K=1, D=32, S=16, dtype="BF16"),
     Shape(H=2, K=1, D=64, S=8, dtype="F16", window=5),
@@ -138,9 +140,11 @@ def test_decode_at_the_borders_of_tiles_and_partitions(dtype: str, window: int) 
         assert same(decode(alone, seed=b), want[b : b + 1]), contexts[b]
 
 
-@pytest.mark.parametrize(
-    "shape", [with_sinks(Shape(H=3, K=1, D=32, dtype="BF16")), Shape(H=2, K=2, D=32, S=8, dtype="F16", window=1000)], ids=str
-)
+SECTIONED = [with_sinks(Shape(H=3, K=1, D=32, dtype="BF16")), Shape(H=2, K=2, D=32, S=8, dtype="F16", window=1000)]
+SECTIONED_WIDE = with_sinks(Shape(H=3, K=1, D=288, dtype="BF16"))
+
+
+@pytest.mark.parametrize("shape", [*SECTIONED, pytest.param(SECTIONED_WIDE, marks=pytest.mark.long)], ids=str)
 def test_sections(shape: Shape) -> None:
     case = make(shape, [3, 1, 1], [1700, 1280, 513], M=216)
     want, last = oracle(rounded(case)), case.starts[1:] - 1

@@ -43,7 +43,8 @@ class Sizes:
 SMALL, LARGE = Sizes(2048, 8192, 32, 8, 64, 128256), Sizes(4096, 14336, 32, 8, 128, 128256)
 QWEN = Sizes(1024, 3072, 16, 8, 128, 151936, True)
 EIGHT = Sizes(2048, 5632, 32, 4, 64, 32000)  # TinyLlama 1.1B: eight query heads a KV head
-WIDE = Sizes(2560, 10240, 8, 4, 256, 262144, True)  # Gemma 3 4B: the widest heads
+WIDE = Sizes(2560, 10240, 8, 4, 256, 262144, True)  # Gemma 3 4B
+WIDEST = Sizes(5376, 21504, 32, 4, 512, 262144, True)  # the global layers of Gemma 4 31B
 OSS = Sizes(2880, 2880, 64, 8, 64, 201088)  # gpt-oss
 
 
@@ -168,7 +169,8 @@ def _recurrent() -> dict[str, Kernel]:
 
 def _attention() -> dict[str, Kernel]:
     found = {}
-    for name, sizes, cache in (("1b", SMALL, "F16"), ("8b", LARGE, "BF16"), ("wide", WIDE, "F32")):
+    wide = ("wide", WIDE, "F32"), ("widest", WIDEST, "BF16"), ("widest F32", WIDEST, "F32")
+    for name, sizes, cache in (("1b", SMALL, "F16"), ("8b", LARGE, "BF16"), *wide):
         a = sizes.attention(cache, window=1024 if sizes is WIDE else 0)
         found[f"attention_prefill {name}"] = records.attention_prefill(VARIANT, 512, 2, a)
         found[f"attention_decode {name}"] = records.attention_decode(VARIANT, 16, a)[0][0]

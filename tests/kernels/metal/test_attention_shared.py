@@ -60,6 +60,7 @@ SHAPES = [
     (Shape(H=4, K=1, D=128, S=8, dtype="KV_INT4"), 8),
 ]
 MORE_SHAPES = [
+    (Shape(H=3, K=1, D=512, dtype="BF16"), 8),
     (Shape(H=8, K=1, D=64, dtype="KV_INT8"), 8),
     (Shape(H=2, K=1, D=256, dtype="KV_INT8"), 6),
     (Shape(H=8, K=1, D=64, S=32, dtype="KV_INT4"), 8),

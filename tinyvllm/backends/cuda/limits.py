@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tinyvllm.backends.cuda.driver import gpu_of
-from tinyvllm.backends.cuda.plan import prefill_shared
+from tinyvllm.backends.cuda.plan import prefill_queries, prefill_shared
 from tinyvllm.backends.limits import (
     Limits,
     ShapeFacts,
@@ -39,6 +39,18 @@ def prefill_fits_shared_memory(facts: ShapeFacts) -> str | None:
     return f"kernel needs {needed} bytes of shared memory at head dimension {facts.head_dim}; a block of threads has {available} here"
 
 
+def wide_heads(facts: ShapeFacts) -> str | None:
+    """Heads above 256 features have two halves of values, which packed caches do not divide so."""
+    if facts.head_dim <= 256:
+        return None
+    return _WIDE(facts) or _PLAIN_CACHES(facts)
+
+
+def queries_of_a_block(facts: ShapeFacts) -> str | None:
+    """attention_prefill has all query heads of a KV head in a block of threads."""
+    return at_most("queries_per_kv_head", min(64, prefill_queries(facts.head_dim)))(facts)
+
+
 def columns_of_blocks(facts: ShapeFacts) -> int:
     """Columns that kernels read at a time: 32, or the widest block of the weight's formats."""
     return max(32, *(FORMATS[name].elements for name in facts.format.split("+") if name))
@@ -49,15 +61,17 @@ _HEADS = multiple_of("head_dim", 16)
 _PRODUCT = (_INPUTS, tiles_only)
 _ONE_FORMAT = matrices(1, "parts of several formats are multiplied by norm_qkv_rope_store and norm_gate_up_silu")
 _EXPERTS = at_most("experts", 1024)  # a thread counts the rows of each
+_WIDE, _PLAIN_CACHES = multiple_of("head_dim", 32), cache_formats("F16", "BF16")
 _ATTENTION = (
     _HEADS,
-    between("head_dim", 32, 256),
+    between("head_dim", 32, 512),
     cache_formats("F16", "BF16", *PACKED_KV.values()),  # what tensor cores take, or what becomes that
     pairs_of_sixteen,
+    wide_heads,
     less_than("cache_bytes", 64 << 30),  # the kernels' index limit
     prefill_fits_shared_memory,
     power_of_two("block_size", 8, 256),
-    at_most("queries_per_kv_head", 64),
+    queries_of_a_block,
 )
 
 LIMITS: Limits = {

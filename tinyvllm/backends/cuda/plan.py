@@ -343,18 +343,37 @@ def attention_decode(variant: str, B: int, a: Attention, gpu: GPU, cascade: bool
     heads, rows = a.K * parts, ceil_div(group, parts)
     partitions, stretches = ceil_div(tokens, PARTITION), ceil_div(tokens, STRETCH)
     shared_partitions = _shared_partitions(B, a, heads, rows) if cascade else 0
-    ring = min(8, max(2, 512 // a.D))
+    ring, halves, values = min(8, max(2, 512 // a.D)), _halves(a.D), a.D // _halves(a.D)
     twice = shared_partitions > 0 and a.D <= 64  # queries of a second pass: in the padding of rows of floats
     stage = side_bytes(a.cache, a.D, 32) + (512 if twice and a.cache in PACKED_KV.values() else 0)
-    shared = ring * stage + (0 if a.D <= 128 else 32 * a.D - 2048)
+    shared = ring * stage + (0 if a.D <= 128 else _query_bytes(a.D))
     resident = min(32, gpu.shared_of_one // (shared + 1024))
-    grid = min(gpu.multiprocessors * max(1, resident), B * heads * partitions)
+    grid = min(max(1, gpu.multiprocessors * max(1, resident) // halves), B * heads * partitions)
     kept = B * heads * (stretches + min(shared_partitions, partitions)) if shared_partitions else 0
-    partial = (grid * 2 * (STRETCH // PARTITION + stretches) + kept) * rows * (a.D + 2)
+    partial = halves * (grid * 2 * (STRETCH // PARTITION + stretches) + kept) * rows * (values + 2)
     more = {"CASCADE": 1} if shared_partitions else {}
     ins = 5 + a.sinks + len(more)
-    kernel = Kernel.cuda("attention_decode", variant, 3, ins, (grid, 1, 1), 32, shared, **more, **a.defines)  # type: ignore[arg-type]
-    return kernel.passing(B, shared_partitions), partial, grid * 2 + (B * heads if shared_partitions else 0)
+    kernel = Kernel.cuda("attention_decode", variant, 3, ins, (grid, halves, 1), 32, shared, **more, **a.defines)  # type: ignore[arg-type]
+    return kernel.passing(B, shared_partitions), partial, halves * grid * 2 + (B * heads if shared_partitions else 0)
+
+
+def _halves(D: int) -> int:
+    """Thread blocks that share the columns of a head's values: a warp has registers for 256."""
+    return 2 if D > 256 else 1
+
+
+def _query_bytes(D: int) -> int:
+    """Shared memory of a warp for the queries of wide heads, without the steps of sixteen features that are in registers."""
+    return 32 * D - 512 * (4 if D <= 256 else 0)
+
+
+def _prefill_warps(D: int) -> int:
+    return 8 if D <= 128 else 4 if D <= 256 else 2
+
+
+def prefill_queries(D: int) -> int:
+    """Query heads of a KV head at most: the rows of a block of threads."""
+    return 16 * _prefill_warps(D)
 
 
 def _shared_partitions(B: int, a: Attention, heads: int, rows: int) -> int:
@@ -368,15 +387,17 @@ def _shared_partitions(B: int, a: Attention, heads: int, rows: int) -> int:
 
 def attention_prefill(variant: str, T: int, chunks: int, a: Attention, gpu: GPU) -> Kernel:
     """T rows of `chunks` sequences."""
-    warps = 8 if a.D <= 128 else 4
+    warps = _prefill_warps(a.D)
     span, stages = warps * 16 * a.K // a.H, 2 if prefill_shared(a.D, 2, a.cache) <= gpu.shared else 1
-    grid, shared = (ceil_div(T, span) + chunks, a.K, 1), prefill_shared(a.D, stages, a.cache)
+    grid, shared = (ceil_div(T, span) + chunks, a.K * _halves(a.D), 1), prefill_shared(a.D, stages, a.cache)
     return Kernel.cuda("attention_prefill", variant, 1, 6 + a.sinks, grid, 32 * warps, shared, STAGES=stages, **a.defines)  # type: ignore[arg-type]
 
 
 def prefill_shared(D: int, stages: int, cache: str = "BF16") -> int:
     """Bytes of shared memory: keys and values of the stages, and for wide heads what does not fit in registers."""
-    return stages * 2 * side_bytes(cache, D, 128 if D <= 128 else 64) + (0 if D <= 128 else 384 * D - 8192)
+    keys, values, warps = 128 if D <= 128 else 64, D // _halves(D), _prefill_warps(D)
+    wide = 0 if D <= 128 else warps * (64 * values + _query_bytes(D))
+    return stages * (side_bytes(cache, D, keys) + side_bytes(cache, values, keys)) + wide
 
 
 def side_bytes(cache: str, D: int, keys: int) -> int:

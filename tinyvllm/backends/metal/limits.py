@@ -7,6 +7,7 @@ from tinyvllm.backends.limits import (
     ShapeFacts,
     at_most,
     between,
+    cache_formats,
     less_than,
     matrices,
     multiple_of,
@@ -32,12 +33,19 @@ def _columns(facts: ShapeFacts) -> int:
     return max(WIDTH, *(FORMATS[name].elements for name in facts.format.split("+")))
 
 
+def wide_heads(facts: ShapeFacts) -> str | None:
+    """Heads above 256 features have two halves of values, which packed caches do not divide so."""
+    return None if facts.head_dim <= 256 else _WIDE(facts) or _PLAIN_CACHES(facts)
+
+
+_WIDE, _PLAIN_CACHES = multiple_of("head_dim", 32), cache_formats("F16", "BF16", "F32")
 _INPUTS = multiple_of("inputs", _columns)
 _HEADS = multiple_of("head_dim", 16)
 _EXPERTS = at_most("experts", 1024)  # a thread counts the rows of each
 _ATTENTION = (
     _HEADS,
-    between("head_dim", 32, 256),
+    between("head_dim", 32, 512),
+    wide_heads,
     less_than("cache_elements", 1 << 34),  # the kernels' index limit; packed caches count bytes
     power_of_two("block_size", 8, 256),
     at_most("queries_per_kv_head", 32),

@@ -270,7 +270,7 @@ def attention_decode(
     """
     keys = partition or partition_of(a)
     partitions, group = ceil_div(a.M * a.S, keys), a.H // a.K
-    parts = ceil_div(group, 8 if a.D <= 128 else 4)
+    parts = ceil_div(group, 8 if a.D <= 128 else 4 if a.D <= 256 else 2)
     flops, moved = _attention_work(a, B, context)
     merged = B * a.H * _merged(a, context, keys) * (a.D + 2)
     launches = 2 if variant == MERGE and partitions > 1 else 1
@@ -302,7 +302,7 @@ def attention_prefill(variant: str, T: int, chunks: int, a: Attention, context: 
     """T rows of `chunks` sequences; H / K is at most 8 * simds. `context`, a row's average, is for the estimate of work alone."""
     span = simds * 8 * a.K // a.H
     flops, moved = _attention_work(a, T, context)
-    grid = ceil_div(T, span) + chunks, a.K, 1
+    grid = ceil_div(T, span) + chunks, a.K * (1 if a.D <= 256 else 2), 1
     return _kernel(
         "attention_prefill", variant, 1, 6 + a.sinks, grid, 32 * simds, flops, chunks * moved + 8 * T * a.H * a.D, SIMDS=simds, **a.defines
     )
