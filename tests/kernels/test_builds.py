@@ -21,7 +21,11 @@ VARIANTS = {
     "neon": ("aarch64", CPU_TARGETS["neon"]),
     "neon with dot products": ("aarch64", (CPU_TARGETS["neon"][0] + "+dotprod+bf16",)),
 }
-_ONLY = {"avxvnni": ["matmul Q4_0"], "amx": ["matmul Q4_0", "norm_gate_up_silu BF16", "experts_down BF16"]}
+_ONLY = {
+    "avxvnni": ["matmul Q4_0"],
+    "neon": ["matmul Q4_0", "matmul BF16", "attention_decode KV_INT8"],
+    "amx": ["matmul Q4_0", "norm_gate_up_silu BF16", "experts_down BF16"],
+}
 NOT_A_KERNEL = {"thread_pool"}  # a library of its own, no kernel
 
 
@@ -33,7 +37,7 @@ def test_every_kernel_has_a_sample() -> None:
 def _cases() -> list[tuple[str, str]]:
     """Everything for Arm, where nothing else may have compiled it; of each kernel one sample for the other variants.
 
-    avxvnni differs from avx2 in the dot products of integers only, amx from avx512 in products.
+    avxvnni differs from avx2 in the dot products of integers only, amx from avx512 in products, neon from neon with dot products in those.
     """
     one_each = {name.split()[0]: name for name in SAMPLES}.values()
     return [(name, "neon with dot products") for name in SAMPLES] + [

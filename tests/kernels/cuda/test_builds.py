@@ -46,9 +46,15 @@ def _is_long(name: str, arch: str) -> bool:
 
 
 def _cases() -> list[Any]:
-    """A kernel with instructions of one architecture is compiled only for that."""
+    """A kernel with instructions of one architecture is compiled only for that; of the others each has an architecture in turn, and the
+    long tests have both.
+    """
     every = [(name, arch) for arch in GPUS for name, k in SAMPLES[arch].items() if k.target in (f"{arch}a", "sm_80")]
-    return [pytest.param(*case, marks=pytest.mark.long if _is_long(*case) else ()) for case in every]
+    usual = [case for case in every if not _is_long(*case)]
+    both = sorted({name for name, arch in usual if all((name, other) in usual for other in GPUS)})
+    turns = {name: list(GPUS)[i % len(GPUS)] for i, name in enumerate(both)}
+    short = {(name, arch) for name, arch in usual if turns.get(name, arch) == arch}
+    return [pytest.param(*case, marks=() if case in short else pytest.mark.long) for case in every]
 
 
 @pytest.mark.parametrize("name, arch", _cases())
