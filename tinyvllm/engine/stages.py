@@ -121,10 +121,10 @@ class Stages:
         """Start the forward pass. The scheduler counts the tokens of all `num_steps` as computed."""
         self.observer.phase_ended("prepare")
         self.observer.step_launched(step.schedule, self.requests.owners, num_steps)
-        if self.marks is not None:
+        if self.marks is not None and self.marks.phases:
             self.marks += (LAUNCH_STARTED, time.perf_counter())
         logits = self.runner.launch(step.inputs)
-        if self.marks is not None:
+        if self.marks is not None and self.marks.phases:
             self.marks += (LAUNCH_ENDED, time.perf_counter())
         self.scheduler.advance(step.schedule, num_steps)
         return logits
@@ -145,10 +145,10 @@ class Stages:
 
     def finish(self, step: Step, announced: Announced) -> Logits:
         """Run this process's part of a step that others have run."""
-        if self.marks is not None:
+        if self.marks is not None and self.marks.phases:
             self.marks += (LAUNCH_STARTED, time.perf_counter())
         logits = self.runner.finish(step.inputs, announced)
-        if self.marks is not None:
+        if self.marks is not None and self.marks.phases:
             self.marks += (LAUNCH_ENDED, time.perf_counter())
         return logits
 
@@ -164,10 +164,10 @@ class Stages:
     def launch_whole(self, step: Step) -> Reading:
         """Start forward pass, draw and advance of a step of decodes as one launch; its tokens [B] are read later."""
         inputs, flags = step.inputs, step.flags
-        if self.marks is not None:
+        if self.marks is not None and self.marks.phases:
             self.marks += (LAUNCH_STARTED, time.perf_counter())
         tokens = self.runner.decode(inputs, self.sampler.step(inputs.num_logits, flags), flags, plain=not flags)
-        if self.marks is not None:
+        if self.marks is not None and self.marks.phases:
             self.marks += (LAUNCH_ENDED, time.perf_counter())
         self.sampler.mark_drawn(inputs.num_logits, flags, 1)
         self.observer.step_launched(step.schedule, self.requests.owners, 1)

@@ -54,7 +54,8 @@ def of(events: list[dict[str, Any]], kind: str, thread: int | None = None, name:
     return [e for e in events if e["ph"] == kind and thread in (None, e.get("tid")) and name in (None, e["name"])]
 
 
-def test_each_phase_is_in_each_step_once_and_in_order(llm: LLM) -> None:
+def test_each_phase_is_in_each_step_once_and_in_order(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHORT_STEP", 0.0)
     events, _ = traced(llm, PROMPTS)
     slices = of(events, "X", 1)
     starts = [i for i, event in enumerate(slices) if event["name"] == "step"]
@@ -68,6 +69,23 @@ def test_each_phase_is_in_each_step_once_and_in_order(llm: LLM) -> None:
             assert phase["ts"] == pytest.approx(end, abs=0.002)
             end = phase["ts"] + phase["dur"]
         assert end <= step["ts"] + step["dur"] + 0.002
+
+
+def test_of_short_steps_some_have_phases_and_so_has_each_with_another_batch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHORT_STEP", math.inf)
+    monkeypatch.setattr(module, "SAMPLE_SHARE", 1e-9)
+    monkeypatch.setattr(module, "WITH_PHASES", 2)
+    monkeypatch.setattr(module, "WITHOUT", 5)
+    events, _ = traced(llm, ["hello", "x"], params=[replace(PARAMS, max_tokens=30), replace(PARAMS, max_tokens=12)])
+    slices = of(events, "X", 1)
+    starts = [i for i, event in enumerate(slices) if event["name"] == "step"]
+    steps = [slices[start:end] for start, end in zip(starts, [*starts[1:], len(slices)], strict=True)]
+    steps.sort(key=lambda step: step[0]["ts"])
+    with_phases = [len(step) == len(PHASES) + 1 for step in steps]
+    changes = [i for i, (a, b) in enumerate(zip(steps, steps[1:], strict=False), start=1) if a[0]["args"]["rows"] != b[0]["args"]["rows"]]
+    assert changes and all(with_phases[i] for i in changes)
+    assert all(len(step) in (1, len(PHASES) + 1) or step[0]["args"]["rows"] > 2 for step in steps)
+    assert with_phases[-14:].count(True) == 4, "two of seven"
 
 
 @pytest.mark.parametrize(
@@ -175,6 +193,7 @@ def test_a_step_with_a_trace_costs_a_fixed_number_of_calls(llm: LLM, monkeypatch
         return clock()
 
     params = replace(PARAMS, max_tokens=steps + 8)
+    monkeypatch.setattr(module, "SHORT_STEP", 0.0)  # else most have two readings
     for number in range(sequences):
         llm.engine.add(f"r{number}", [5 + number, 6, 7], params)
     for _ in range(4):

@@ -31,6 +31,8 @@ SAMPLE_SHARE = 0.003  # of the time at most is spent on the kernels of sampled s
 COUNTER_SECONDS = 0.1  # between two readings of the memory
 FLUSH_SECONDS = 1.0
 FLUSH_EVENTS = 4096
+SHORT_STEP = 0.001  # seconds: of shorter steps WITH_PHASES in a row have their phases, and then WITHOUT have none
+WITH_PHASES, WITHOUT = 8, 56
 FORMAT_STEPS = 256  # whose texts are made together, a tenth of a second's at most
 MAX_ID = 64  # characters of a request's id
 _PHASES = {LAUNCH_STARTED: "prepare", LAUNCH_ENDED: "launch", "run": "wait"}  # what ends there
@@ -61,7 +63,7 @@ class StepTrace(EngineObserver):
         self._count_at, self._flush_at = self._start, self._start + FLUSH_SECONDS  # when the memory is read, and events are written
         self.marks = Marks()  # of steps that are no text yet
         self._notes: list[StepNote] = []  # of these, but for the steps since `steps_marked` and those that raised
-        self._asked = 0  # steps until the next call of `steps_marked`
+        self._asked_at, self._asked = self._start, 0  # when, and steps until the next call of `steps_marked`
         self._batches: list[tuple[int, StepNote]] = []  # that came since its last call, and after how many steps
         self._note = StepNote(0, 0, False)  # of the batch before them
         self._schedule: Schedule | None = None  # the last one
@@ -84,6 +86,15 @@ class StepTrace(EngineObserver):
 
     # ---- steps ----
 
+    def step_scheduled(self, schedule: Schedule) -> None:
+        """Other rows: this step and the next ones have their phases, as they may take longer than those before."""
+        marks = self.marks
+        if not marks.phases:
+            marks.phases = True
+            fewer = max(0, marks.left - WITH_PHASES)
+            self._asked -= fewer
+            marks.left -= fewer
+
     def batch_changed(self, schedule: Schedule, owners: Mapping[int, ActiveRequest]) -> None:
         note = StepNote(schedule.num_tokens, len(schedule.entries), False)
         self._batches.append((self._asked - self.marks.left, note))
@@ -92,7 +103,7 @@ class StepTrace(EngineObserver):
 
     def steps_marked(self) -> None:
         now = float(self.marks[-1]) if self.marks else time.perf_counter()
-        self._count_steps()
+        num_steps = self._count_steps()
         if self._sampling:
             self._take_sample(now)
         ends = self.num_steps == self._max_steps
@@ -103,10 +114,13 @@ class StepTrace(EngineObserver):
                 on_end, self._on_end = self._on_end, lambda: None
                 on_end()
                 return
-        self._ask(now)
+        self._ask(now, num_steps)
 
-    def _ask(self, now: float) -> None:
-        """Choose after how many steps, or when, the next call comes: after the next one, if its kernels are timed."""
+    def _ask(self, now: float, num_steps: int) -> None:
+        """Choose after how many steps, or when, the next call comes: after the next one, if its kernels are timed. `num_steps` have ended
+        since the last choice.
+        """
+        are_short = now - self._asked_at < SHORT_STEP * num_steps
         self._sampling = self._until_sample <= 0 and now >= self._sample_after
         count, until = FORMAT_STEPS - len(self._notes), self._count_at
         if self._sampling:
@@ -119,10 +133,13 @@ class StepTrace(EngineObserver):
             until = min(until, self._sample_after)
         if self._max_steps is not None:
             count = max(1, min(count, self._max_steps - self.num_steps))
-        self._asked = self.marks.left = count
-        self.marks.until = until
+        self.marks.phases = not (are_short and self.marks.phases) or self._sampling
+        if are_short:
+            count = min(count, WITH_PHASES if self.marks.phases else WITHOUT)
+        self._asked_at, self._asked = now, count
+        self.marks.left, self.marks.until = count, until
 
-    def _count_steps(self) -> None:
+    def _count_steps(self) -> int:
         """Count the steps that have ended since the last call, and note the batch of each."""
         count, done = self._asked - self.marks.left, 0
         self._asked = self.marks.left
@@ -135,6 +152,7 @@ class StepTrace(EngineObserver):
         self._batches = []
         if self._sampling and count:
             self._notes[-1] = self._note._replace(sampled=True)
+        return count
 
     def _format_steps(self) -> None:
         """Make texts of the steps since the last call. A step that raised has no end, and no text."""
