@@ -21,10 +21,10 @@ demo: $(VENV)/.core
 	$(BIN)/python main.py --prompt "Once upon a time" --max-tokens 256 --temperature 0.7 --seed 10
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 --durations 30 --durations-min 3
 
 test-long: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 -m long
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 --durations 30 --durations-min 3 -m long
 
 test-peers: $(VENV)/.peers
 	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 tests/peers

@@ -174,7 +174,7 @@ def gated_delta(o: argparse.Namespace) -> Work:
     """One sequence of T rows: K key heads and H value heads of D features."""
     channels = (2 * o.K + o.H) * o.D
     state, width = 3 * channels + o.H * o.D * o.D, channels + o.H * (o.D + 2)
-    sizes = (("KH", o.K), ("VH", o.H), ("DK", o.D), ("DV", o.D), ("TAPS", 4), ("TILED", 0), ("EPS", 1e-6))
+    sizes = (("KH", o.K), ("VH", o.H), ("DK", o.D), ("DV", o.D), ("TAPS", 4), ("TILED", 0), ("EPS", 1e-6), ("DRAFTS", 0))
     outs = [empty(o.T, o.H * o.D), empty(o.T, channels + 2 * o.H + o.K), ints()]
     ins = [
         floats(o.T, width),
