@@ -98,6 +98,7 @@ def measure(stepping: Stepping, batch: int, path: Path, clock: Callable[[], floa
 
 def as_rare_as_in_one_run() -> None:
     """Of the time that passes, one kind of steps has its share."""
+    trace_module.SHORT_STEP *= len(KINDS)
     trace_module.SAMPLE_SHARE /= len(KINDS)
     trace_module.COUNTER_SECONDS *= len(KINDS)
     trace_module.FLUSH_SECONDS *= len(KINDS)
