@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 SAMPLE_EVERY = 64  # steps at least, of which one has its kernels timed
 SAMPLE_EVERY_GPU = 512  # where a sampled step runs its kernels one by one
-SAMPLE_SHARE = 0.003  # of the time at most is spent on the kernels of sampled steps: short steps are sampled less often
+SAMPLE_SHARE = 0.001  # of the time at most is spent on the kernels of sampled steps: short steps are sampled less often
 COUNTER_SECONDS = 0.1  # between two readings of the memory
 FLUSH_SECONDS = 1.0
 FLUSH_EVENTS = 4096
 SHORT_STEP = 0.001  # seconds: of shorter steps WITH_PHASES in a row have their phases, and then WITHOUT have none
-WITH_PHASES, WITHOUT = 8, 56
+WITH_PHASES, WITHOUT = 4, 60
 FORMAT_STEPS = 256  # whose texts are made together, a tenth of a second's at most
 MAX_ID = 64  # characters of a request's id
 _PHASES = {LAUNCH_STARTED: "prepare", LAUNCH_ENDED: "launch", "run": "wait"}  # what ends there
