@@ -1,18 +1,19 @@
 // o = S^T q of each value head, S being its state after the row: linear attention by the gated delta rule, for decodes and chunks
-// (delta_norm.cu norms o).
+// (delta_norm.cu norms o, and replaces what a slot keeps).
 //
 //   out           [T, VH * DV] float32   o
 //   states        [P, STATE] float32     of each slot: its last TAPS - 1 rows of q, k and v before the convolution, which are read, then
-//                                        S [VH, DV / 16, DK, 16], which is read and written
+//                                        S [VH, DV / 16, DK, 16], which is read and written, and as below what it keeps of drafts
+//   taken         [B] int32              how many drafts of earlier steps a sequence has taken; only with DRAFTS
 //   y             [T, WIDTH] float32     q [KH, DK], k [KH, DK], v [VH, DV], z [VH, DV], b [VH], a [VH] of each row
 //   taps          [TAPS, CHANNELS] float32  of the convolution; the last is of the row itself
 //   decay         [VH] float32           below 0
 //   shift         [VH] float32           added to a
 //   slots         [B, 4] int32           of each sequence its own slot, that of its state before the step, one for a copy of the state, and
-//                                        after how many tokens of the sequence it is made; 0 for none
+//                                        after how many tokens of the sequence it is made; 0 for none, never after a draft
 //   positions     [T] int32              a sequence whose first row has position 0 starts with a state of zeros
 //   query_starts  [B + 1] int32          first row of each sequence
-//   decodes       [1] int32              sequences of one row that count
+//   decodes       [1] int32              sequences of one row that count; a row with the own slot of the row before it is a draft after that
 //   chunks        [2] int32              the first sequence of several rows, and how many of them count
 //
 // Of each value head, with its state S [DK, DV], for row after row (Gated Delta Networks, Yang et al., 2024, arXiv:2412.06464):
@@ -21,6 +22,10 @@
 //
 // q, k and v are silu of a causal convolution of each channel; q and k are then of length 1, and q is divided by sqrt(DK). Value head h has
 // the key head h % KH if TILED, else h KH / VH. DK is a multiple of 16 up to 256, DV one of 8 WARPS, VH of KH; WARPS 2 or 4.
+//
+// Whether a draft is accepted is known after the step, so the state stays that after the rows before it. Where DRAFTS is above 0 a slot
+// keeps q, k and v of up to DRAFTS drafts (after the last TAPS - 1 rows), b and a [DRAFTS, 2 VH], and after them the number of tokens that
+// the state is of, as float32 (exact up to 2^24). A later step begins with the drafts of positions before its own: these were accepted.
 //
 // Launch: grid (DV / (8 WARPS), VH, B), 32 * WARPS threads, no dynamic shared memory; DK 128, WARPS 4: 9.1 KiB declared.
 // Unit of work: a thread block has 8 WARPS columns of a value head of a sequence, a warp eight of them: S is read once, stays in registers
@@ -57,34 +62,45 @@ DEVICE void load(Held &S, const float *from, bool is_new);
 DEVICE void store(float *to, const Held &S);
 DEVICE void convolve(Stage &stage, const float *states, const float *y, const float *taps, const Sequence &own, const Part &part, int first,
                      int rows);
+DEVICE const float *gates_of(int t, const float *states, const float *y, const Sequence &own);
 DEVICE void finish(Stage &stage, int r, const float *gates, const float *decay, const float *shift, const Part &part);
 DEVICE float advance(Held &S, const Stage &stage, int r);
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    gated_delta(float *out, float *states, const float *y, const float *taps, const float *decay, const float *shift, const int *slots,
-                const int *positions, const int *query_starts, const int *decodes, const int *chunks) {
+    gated_delta(float *out, float *states,
+#if DRAFTS
+                int *taken,
+#endif
+                const float *y, const float *taps, const float *decay, const float *shift, const int *slots, const int *positions,
+                const int *query_starts, const int *decodes, const int *chunks) {
   static __shared__ __align__(16) Stage stage;
   const int b = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (!is_counted(b, decodes[0], chunks[0], chunks[1])) return;
-  const Sequence own = sequence_at(b, slots, positions, query_starts);
+  if (!is_counted(b, decodes[0], chunks[0], chunks[1]) || is_draft(b, decodes[0], slots)) return;
+  Sequence own = sequence_at(b, decodes[0], slots, positions, query_starts);
+#if DRAFTS
+  if (!own.is_new) own.taken = taken_drafts(positions[own.first], states[(s64)own.before * STATE + TOKENS]);
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) taken[b] = own.taken;
+#endif
   const Part part = {(int)blockIdx.y, (int)(TILED ? blockIdx.y % KH : blockIdx.y / (VH / KH)), (int)blockIdx.x * COLUMNS};
   Held S;
   load(S, states + place_of(own.before, part), own.is_new);
-  for (int first = own.first; first < own.end; first += STAGE) {
+  for (int first = own.first - own.taken; first < own.end; first += STAGE) {
     const int rows = min(STAGE, own.end - first);
     convolve(stage, states, y, taps, own, part, first, rows);
     __syncthreads();
-    for (int r = warp; r < rows; r += WARPS) finish(stage, r, y + (s64)(first + r) * WIDTH + CHANNELS + VALUES, decay, shift, part);
+    for (int r = warp; r < rows; r += WARPS) finish(stage, r, gates_of(first + r, states, y, own), decay, shift, part);
     __syncthreads();
 #pragma unroll 1
     for (int r = 0; r < rows; r++) {
       const float o = advance(S, stage, r);
+      if (DRAFTS && first + r < own.first) continue;  // an accepted draft, whose values an earlier step has given
       if (lane < 8) out[(s64)(first + r) * VALUES + part.head * DV + part.column + warp * 8 + lane] = o;
       if (first + r == own.copied) store(states + place_of(own.copy, part), S);
+      if (DRAFTS && first + r + 1 == own.certain) store(states + place_of(own.slot, part), S);
     }
     __syncthreads();
   }
-  store(states + place_of(own.slot, part), S);
+  if (!DRAFTS) store(states + place_of(own.slot, part), S);
 }
 
 DEVICE float sum_of_warp(float value) {
@@ -119,7 +135,7 @@ DEVICE int channel_of(int i, const Part &part) {
   return 2 * KEYS + part.head * DV + part.column + i - 2 * DK;
 }
 
-// `rows` rows of the step from `first` on.
+// `rows` rows from `first` on, of the step, or accepted drafts before it.
 DEVICE void convolve(Stage &stage, const float *states, const float *y, const float *taps, const Sequence &own, const Part &part, int first,
                      int rows) {
   const float *before = states + (s64)own.before * STATE;
@@ -130,11 +146,17 @@ DEVICE void convolve(Stage &stage, const float *states, const float *y, const fl
     for (int tap = 0; tap < TAPS; tap++) {
       const int row = t - (TAPS - 1) + tap, old = row - own.first;  // below 0 in an earlier step
       if (old < 0 && own.is_new) continue;
-      const float x = old < 0 ? before[(TAPS - 1 + old) * CHANNELS + channel] : y[(s64)row * WIDTH + channel];
+      const float x = old < 0 ? before[(TAPS - 1 + own.taken + old) * CHANNELS + channel] : y[(s64)row * WIDTH + channel];
       sum = fmaf(taps[tap * CHANNELS + channel], x, sum);
     }
     stage.x[i / ROW][i % ROW] = silu(sum);
   }
+}
+
+// b and a of a row of the step, or of an accepted draft before it.
+DEVICE const float *gates_of(int t, const float *states, const float *y, const Sequence &own) {
+  if (DRAFTS && t < own.first) return states + (s64)own.before * STATE + GATES + (t - own.first + own.taken) * 2 * VH;
+  return y + (s64)t * WIDTH + CHANNELS + VALUES;
 }
 
 DEVICE float length_inverse(const float *x, int lane) {
@@ -143,7 +165,7 @@ DEVICE float length_inverse(const float *x, int lane) {
   return 1.0f / sqrtf(sum_of_warp(sum) + 1e-6f);
 }
 
-// Done by a warp: q and k of a row get their lengths; `gates` are the row's of y.
+// Done by a warp: q and k of a row get their lengths; `gates` are its b and a.
 DEVICE void finish(Stage &stage, int r, const float *gates, const float *decay, const float *shift, const Part &part) {
   const int lane = threadIdx.x % 32;
   float *q = stage.x[r], *k = q + DK;

@@ -1,7 +1,7 @@
 // Sizes of the gated delta rule, the rows that a sequence has in a step, and softplus: what gated_delta and delta_norm of both kinds of
 // GPU share. kernels/cpu/gated_delta.c has the formulas.
 //
-// A plain C subset as order.h. Constants: KH, VH, DK, DV, TAPS, TILED.
+// A plain C subset as order.h. Constants: KH, VH, DK, DV, TAPS, TILED, DRAFTS.
 #pragma once
 #include "portable.h"
 
@@ -9,8 +9,10 @@
 #define VALUES (VH * DV)
 #define CHANNELS (2 * KEYS + VALUES)
 #define WIDTH (CHANNELS + VALUES + 2 * VH)
-#define KEPT ((TAPS - 1) * CHANNELS)
-#define STATE (KEPT + VH * DK * DV)
+#define KEPT ((TAPS - 1 + DRAFTS) * CHANNELS)
+#define GATES (KEPT + VH * DK * DV)
+#define TOKENS (GATES + DRAFTS * 2 * VH)
+#define STATE (DRAFTS ? (TOKENS + 16) / 16 * 16 : GATES)
 
 // Whether sequence b counts: those between decodes and chunks, and after the chunks, are padding.
 DEVICE_FN int is_counted(int b, int decodes, int first_chunk, int chunks) {
@@ -18,10 +20,17 @@ DEVICE_FN int is_counted(int b, int decodes, int first_chunk, int chunks) {
 }
 
 // The row of a step after which a sequence's state is copied, -1 for none. Its first row has position `position`; the copy is made after
-// `tokens` tokens of the sequence.
-DEVICE_FN int copied_row(int first, int end, int position, int tokens) {
+// `tokens` tokens of the sequence, which is never after a draft.
+DEVICE_FN int copied_row(int first, int certain, int position, int tokens) {
   const int at = first + tokens - 1 - position;
-  return at >= first && at < end ? at : -1;
+  return at >= first && at < certain ? at : -1;
+}
+
+// Drafts that a step before the one at `position` has accepted and that its state, of `tokens` tokens, lacks. What a slot has no room for
+// is not a number of drafts: no memory outside it is read.
+DEVICE_FN int taken_drafts(int position, float tokens) {
+  const int taken = position - (int)tokens;
+  return taken < 0 ? 0 : taken > DRAFTS ? DRAFTS : taken;
 }
 
 // log(1 + e^x), given u = e^-|x|: max(x, 0) + log(1 + u), which is 2 artanh(u / (2 + u)), whose series ends below 1e-8.

@@ -2,13 +2,15 @@
 // gated delta rule (gated_delta.metal has the first, and the arguments' names).
 //
 //   out           [T, VH * DV] float32   o of each value head, which is replaced; rows that do not count are not touched
-//   states        [P, STATE] float32     of each sequence's slot and of its copy the first (TAPS - 1) * CHANNELS are written
+//   states        [P, STATE] float32     of each sequence's slot and of its copy the last rows are written, with DRAFTS also what it keeps of
+//                                        drafts, and how many tokens the state is of
 //   y             [T, WIDTH] float32
 //   norm          [DV] float32           weights of the RMS norm; EPS is inside the root
+//   taken         [B] int32              of each sequence, as gated_delta has written it; only with DRAFTS
 //   slots, positions, query_starts, decodes, chunks  as in gated_delta.metal
 //
 // Constants: those of gated_delta.metal but WARPS, and EPS; T, rows of y, and GROUPS = ceil(VH / 8). They are not one launch: threadgroups
-// of gated_delta have parts of a head, and still read the rows that are replaced here.
+// of gated_delta have parts of a head, and still read the rows and the number of tokens that are replaced here.
 //
 //     grid (T + B, GROUPS), 256 threads
 // Of the first T threadgroups a SIMD group has a value head of a row: lane l has the columns l, l + 32, ..., whose squares it adds by fma,
@@ -19,13 +21,19 @@
 
 INLINE bool is_row(int t, device const int *query_starts, device const int *decodes, device const int *chunks);
 INLINE void norm_head(device float *o, device const float *z, device const float *norm, int lane);
-INLINE void last_rows(thread float (&x)[TAPS], device const float *before, device const float *y, Sequence own, int end, int channel);
-INLINE void keep(device float *to, thread const float (&x)[TAPS], int channel);
+INLINE void last_rows(thread float (&x)[TAPS + DRAFTS], device const float *before, device const float *y, Sequence own, int certain,
+                      int end, int channel);
+INLINE void keep(device float *to, thread const float (&x)[TAPS + DRAFTS], int drafts, int channel);
+INLINE void keep_drafts(device float *states, device const float *y, Sequence own, int position, int first);
 
 [[max_total_threads_per_threadgroup(THREADS)]] kernel void delta_norm(
-    device float *out, device float *states, device const float *y, device const float *norm, device const int *slots,
-    device const int *positions, device const int *query_starts, device const int *decodes, device const int *chunks,
-    uint3 group [[threadgroup_position_in_grid]], uint simd [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    device float *out, device float *states, device const float *y, device const float *norm,
+#if DRAFTS
+    device const int *taken,
+#endif
+    device const int *slots, device const int *positions, device const int *query_starts, device const int *decodes,
+    device const int *chunks, uint3 group [[threadgroup_position_in_grid]], uint simd [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
   if (group.x < T) {
     const int t = (int)group.x, head = (int)(group.y * (THREADS / LANES) + simd);
     if (head >= VH || !is_row(t, query_starts, decodes, chunks)) return;
@@ -33,17 +41,22 @@ INLINE void keep(device float *to, thread const float (&x)[TAPS], int channel);
     return;
   }
   const int b = (int)(group.x - T);
-  if (!is_counted(b, decodes[0], chunks[0], chunks[1])) return;
-  const Sequence own = sequence_at(b, slots, positions, query_starts);
+  if (!is_counted(b, decodes[0], chunks[0], chunks[1]) || is_draft(b, decodes[0], slots)) return;
+  Sequence own = sequence_at(b, decodes[0], slots, positions, query_starts);
+  const int first = (int)(group.y * THREADS + simd * LANES + lane);
+#if DRAFTS
+  own.taken = taken[b];
+#endif
+  if (DRAFTS) keep_drafts(states, y, own, positions[own.first], first);
   device const float *before = states + (ulong)own.before * STATE;
-  for (int channel = (int)(group.y * THREADS + simd * LANES + lane); channel < CHANNELS; channel += GROUPS * THREADS) {
-    float last[TAPS], copied[TAPS];  // both are read before either is written
-    last_rows(last, before, y, own, own.end, channel);
+  for (int channel = first; channel < CHANNELS; channel += GROUPS * THREADS) {
+    float last[TAPS + DRAFTS], copied[TAPS + DRAFTS];  // both are read before either is written
+    last_rows(last, before, y, own, own.certain, own.end, channel);
     if (own.copied >= 0) {
-      last_rows(copied, before, y, own, own.copied + 1, channel);
-      keep(states + (ulong)own.copy * STATE, copied, channel);
+      last_rows(copied, before, y, own, own.copied + 1, own.copied + 1, channel);
+      keep(states + (ulong)own.copy * STATE, copied, 0, channel);
     }
-    keep(states + (ulong)own.slot * STATE, last, channel);
+    keep(states + (ulong)own.slot * STATE, last, own.end - own.certain, channel);
   }
 }
 
@@ -58,16 +71,30 @@ INLINE void norm_head(device float *o, device const float *z, device const float
   for (int i = lane; i < DV; i += LANES) o[i] = o[i] * inverse * norm[i] * silu(z[i]);
 }
 
-// The TAPS - 1 rows of a channel up to row `end` of the step.
-INLINE void last_rows(thread float (&x)[TAPS], device const float *before, device const float *y, Sequence own, int end, int channel) {
+// The TAPS - 1 rows of a channel up to row `certain`, and the drafts from there up to `end`.
+INLINE void last_rows(thread float (&x)[TAPS + DRAFTS], device const float *before, device const float *y, Sequence own, int certain,
+                      int end, int channel) {
 #pragma unroll
-  for (int i = 0; i < TAPS - 1; i++) {
-    const int row = end - (TAPS - 1) + i, old = row - own.first;  // below 0 in an earlier step
-    x[i] = old >= 0 ? y[(ulong)row * WIDTH + channel] : own.is_new ? 0.0f : before[(TAPS - 1 + old) * CHANNELS + channel];
+  for (int i = 0; i < TAPS - 1 + DRAFTS; i++) {
+    const int row = certain - (TAPS - 1) + i, old = row - own.first;  // below 0 in an earlier step
+    if (DRAFTS && row >= end) continue;
+    x[i] = old >= 0 ? y[(ulong)row * WIDTH + channel] : own.is_new ? 0.0f : before[(TAPS - 1 + own.taken + old) * CHANNELS + channel];
   }
 }
 
-INLINE void keep(device float *to, thread const float (&x)[TAPS], int channel) {
+INLINE void keep(device float *to, thread const float (&x)[TAPS + DRAFTS], int drafts, int channel) {
 #pragma unroll
-  for (int i = 0; i < TAPS - 1; i++) to[i * CHANNELS + channel] = x[i];
+  for (int i = 0; i < TAPS - 1 + DRAFTS; i++)
+    if (!DRAFTS || i < TAPS - 1 + drafts) to[i * CHANNELS + channel] = x[i];
+}
+
+// b and a of the drafts, and the numbers of tokens. `first`: of the thread.
+INLINE void keep_drafts(device float *states, device const float *y, Sequence own, int position, int first) {
+  device float *slot = states + (ulong)own.slot * STATE;
+  device const float *gates = y + (ulong)own.certain * WIDTH + CHANNELS + VALUES;
+  for (int i = first; i < (own.end - own.certain) * 2 * VH; i += GROUPS * THREADS)
+    slot[GATES + i] = gates[(ulong)(i / (2 * VH)) * WIDTH + i % (2 * VH)];
+  if (first) return;
+  slot[TOKENS] = (float)(position + own.certain - own.first);
+  if (own.copied >= 0) states[(ulong)own.copy * STATE + TOKENS] = (float)(position + own.copied + 1 - own.first);
 }

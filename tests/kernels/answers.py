@@ -26,6 +26,7 @@ def answers() -> Arrays:
     found = {f"{stem}/{name}": array for stem, arrays in fixed.items() for name, array in arrays.items()}
     found |= {f"lora_bias/{name}": array for name, array in lora_bias().items()}
     found |= {f"gated_delta/{name}": array for name, array in gated_delta().items()}
+    found |= {f"gated_delta drafts/{name}": array for name, array in gated_delta_with_drafts().items()}
     found |= {f"norm_route {numbers_of('F32')}/{name}": array for name, array in expected.route("F32").items()}
     for format in dict.fromkeys(name for layout in Layout for name in formats_in(layout)):
         label = numbers_of(format)
@@ -88,6 +89,33 @@ def gated_delta() -> Arrays:
             rows += [*values]
         first += max(1, length)
     return {"y": np.array(rows).reshape(-1)[:: states.EVERY // 16], "states": held.reshape(-1)[:: states.EVERY]}
+
+
+def gated_delta_with_drafts() -> Arrays:
+    """Slots as DeltaShape.slot has them: the last rows, those of drafts, S, b and a of drafts, the number of tokens."""
+    s, D = states.SHAPE, states.DRAFTS
+    given, out, first = states.arrays(D), [], 0
+    last, rows, gates, tokens = (s.taps - 1) * s.channels, (s.taps - 1 + D) * s.channels, states.kept_gates(D), states.kept_tokens(D)
+    was = given["states"].astype(np.float64)
+    held = was.copy()
+    for slot, start, length, drafts, source, copy, at in states.WITH_DRAFTS:
+        end = first + length + drafts
+        if length:
+            before, own = was[source] * (start > 0), given["y"][first:end].astype(np.float64)
+            taken = start - states.TOKENS[source] if start else 0
+            kept = np.zeros((taken, s.width))
+            kept[:, : s.channels] = before[last:rows].reshape(D, -1)[:taken]
+            kept[:, -2 * s.value_heads :] = before[gates:tokens].reshape(D, -1)[:taken]
+            every, state = np.concatenate([kept, own]), np.concatenate([before[:last], before[rows:gates]])
+            out += [*delta_rule.gated_delta(s, every, state, given, EPS)[0][taken:]]
+            for to, count in ((slot, length), *(((copy, at - start),) if at else ())):
+                after = delta_rule.gated_delta(s, every[: taken + count], state, given, EPS)[1]
+                held[to, :last], held[to, rows:gates], held[to, tokens] = after[:last], after[last:], start + count
+            held[slot, last : last + drafts * s.channels] = own[length:, : s.channels].reshape(-1)
+            held[slot, gates : gates + drafts * 2 * s.value_heads] = own[length:, -2 * s.value_heads :].reshape(-1)
+        first = max(end, first + 1)
+    every = states.EVERY
+    return {"y": np.array(out).reshape(-1)[:: every // 16], "states": held.reshape(-1)[::every], "kept": held[:, gates:].reshape(-1)}
 
 
 def kv_append() -> Arrays:

@@ -1,19 +1,24 @@
-"""Calls a CPU kernel directly from its shared object, on any number of threads, without tinygrad and the engine."""
+"""Calls a CPU kernel directly from its machine code, on any number of threads, without tinygrad's device and the engine."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import hashlib
+import mmap
 import os
 import subprocess
+import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from tinyvllm.backends.cpu.toolchain import provide_compiler, target_flags
+from tinyvllm.backends.cpu.compile import _FLAGS, _compile
+from tinyvllm.backends.cpu.toolchain import compiler_command, provide_compiler, target_flags
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernel_text
 
@@ -22,17 +27,51 @@ TILES = Path(__file__).with_name("emulated_tiles.h")  # before the unchanged tex
 
 
 @functools.cache
-def load(kernel: Kernel, extra: tuple[str, ...] = ()) -> ctypes.CDLL:
+def load(kernel: Kernel, extra: tuple[str, ...] = ()) -> Callable[..., None]:
+    """The kernel's entry, compiled as the engine does, with `extra` flags; kept in FOLDER, for the other processes of a run too."""
+    if kernel.target == "amx" or sys.platform == "darwin":  # macOS executes written memory only with a switch of each thread
+        return _load_shared(kernel, extra)
+    text, flags = kernel_text(kernel), (*_FLAGS, *target_flags(kernel.target), *extra)
+    path = FOLDER / f"{kernel.name}-{_digest(text, *flags)}.code"
+    if not path.is_file():
+        _write(path, _compile(text, flags, kernel.name))
+    code = path.read_bytes()
+    memory = mmap.mmap(-1, len(code), prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    memory.write(code)
+    _executable.append(memory)
+    return _typed(ctypes.CFUNCTYPE(None)(ctypes.addressof(ctypes.c_char.from_buffer(memory))))
+
+
+_executable: list[mmap.mmap] = []  # what is called must stay in memory
+
+
+def _load_shared(kernel: Kernel, extra: tuple[str, ...]) -> Callable[..., None]:
+    """From a shared object: the emulated tiles need the C library, and memory of each thread."""
     text = (TILES.read_text() if kernel.target == "amx" else "") + kernel_text(kernel)
     flags = ("-x", "c", "-O2", "-Wno-deprecated-non-prototype", "-shared", "-fPIC", *target_flags(kernel.target), *extra)
-    command = [provide_compiler(FOLDER), *flags]
-    path = FOLDER / f"{kernel.name}-{hashlib.sha256((text + repr(command)).encode()).hexdigest()[:24]}.so"
+    path = FOLDER / f"{kernel.name}-{_digest(text, *flags)}.so"
     if not path.is_file():
         FOLDER.mkdir(exist_ok=True)
         fresh = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.so")
-        subprocess.run([*command, "-", "-o", str(fresh)], input=text.encode(), check=True)
+        subprocess.run([provide_compiler(FOLDER), *flags, "-", "-o", str(fresh)], input=text.encode(), check=True)
         fresh.replace(path)
-    return ctypes.CDLL(str(path))
+    return _typed(ctypes.CDLL(str(path)).entry)
+
+
+def _typed(entry: Any) -> Callable[..., None]:
+    entry.restype = None
+    return entry
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join((*texts, *compiler_command())).encode()).hexdigest()[:24]
+
+
+def _write(path: Path, content: bytes) -> None:
+    FOLDER.mkdir(exist_ok=True)
+    fresh = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+    fresh.write_bytes(content)
+    fresh.replace(path)
 
 
 def aligned(shape: tuple[int, ...], dtype: object, fill: object = None) -> np.ndarray:
@@ -57,8 +96,7 @@ def call(kernel: Kernel, *arrays: np.ndarray, threads: int = 2, extra: tuple[str
     """Run the kernel on `threads` threads. Arrays are in the order of its arguments; those that it writes are written in place."""
     assert len(arrays) == kernel.outs + kernel.ins, f"{kernel.stem} takes {kernel.outs + kernel.ins} arguments, got {len(arrays)}"
     assert all(a.flags.c_contiguous for a in arrays)
-    entry = load(kernel, extra).entry
-    entry.restype = None
+    entry = load(kernel, extra)
     pool = aligned((256,), np.uint8, 0)
 
     def run(thread: int) -> None:

@@ -1,10 +1,13 @@
-"""The gated delta rule in float64, token by token: what kernels and the reference of tinyvllm/ops/delta.py are compared with."""
+"""The gated delta rule in float64, token by token: what kernels and the reference of tinyvllm/ops/delta.py are compared with. And the
+kernels of GPUs at the sizes of models."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.operands import DeltaShape
+from tinyvllm.backends.recurrent import plan
 
 
 def gated_delta(
@@ -36,3 +39,15 @@ def gated_delta(
 
 def silu(x: np.ndarray) -> np.ndarray:
     return np.asarray(x / (1 + np.exp(-x)))
+
+
+def recurrent_samples(backend: str, variant: str, eps: str) -> dict[str, Kernel]:
+    """Of Qwen3.5 27B, without drafts and with, and of the narrowest and the widest heads: kernels by name, for tests of their text."""
+    found, large = {}, DeltaShape(16, 48, 128, 128, 4)
+    for name, s, T, B, drafts in (
+        ("1", large, 1, 1, 0), ("512", large, 512, 2, 0), ("drafts", large, 17, 17, 16),
+        ("narrow heads", DeltaShape(2, 4, 16, 16, 2, True), 8, 8, 0), ("wide heads", DeltaShape(4, 4, 256, 256, 4), 64, 1, 0),
+        ("wide heads with drafts", DeltaShape(4, 4, 256, 256, 4), 64, 9, 4),
+    ):  # fmt: skip
+        found[f"gated_delta of {name}"], found[f"delta_norm of {name}"] = plan(backend, variant, s, T, B, eps, drafts)
+    return found

@@ -82,6 +82,15 @@ def lora_bias(target: str, T: int = 15, E: int = 96, O: int = 112, norm: bool = 
     return kernel("lora_bias", target, 2, [blank(T, O), blank(T, E + parts * R), *ins], **sizes, **policy)
 
 
+def lora_bias_of_a_rank(target: str, T: int = 15, E: int = 96, O: int = 112) -> Call:
+    """The first of two ranks, which have half of the columns each."""
+    R, place = 8, 16 * T * 8
+    ins = [floats(T, E), floats(2, 1, R, E), floats(2, R, O), int32(5, 8), floats(O), int32(*(t % 3 for t in range(T))), int32(T)]
+    sizes = {"E": E, "O": O, "R": R, "PARTS": 1, "BIAS": 1, "UNIT": 32, "SLICES": 4, "FIRST_SLICE": 0, "ALL_I": 2 * E}
+    outs = [blank(T, O), blank(T, E + R), shared_by_two(place, 0)]
+    return kernel("lora_bias", target, 3, [*outs, *ins], **sizes, NORM="NO_NORM", WORLD=2, RANK=0, PLACE=place)
+
+
 def gated_delta(target: str, T: int = 15, KH: int = 2, VH: int = 6, DK: int = 32, DV: int = 48, drafts: int = 0) -> Call:
     """Three decodes of four rows, and two chunks, the second of which begins its sequence; with `drafts` the third decode is the draft of
     the second, and each sequence that began earlier lacks two of its tokens.
@@ -224,6 +233,14 @@ def experts_with_biases(stem: str, target: str) -> Call:
     after_weight = {"experts_gate_up_silu": 5, "experts_down": 5}[stem]
     biases = floats(2 * 3 * 48 if clamp else 3 * 48)
     return kernel(stem, target, made.outs, [*arrays[:after_weight], biases, *arrays[after_weight:]], **dict(made.defines), BIAS=1, **clamp)
+
+
+def experts_with_biases_of_pairs(target: str) -> Call:
+    """As adapters of experts make them."""
+    made, arrays = experts_gate_up_silu("BF16", target)
+    return kernel(
+        made.stem, target, made.outs, [*arrays[:5], floats(5 * 2, 2 * 48), *arrays[5:]], **dict(made.defines), BIAS=1, BIAS_PITCH=96
+    )
 
 
 def attention_with_sinks(stem: str, target: str) -> Call:
@@ -396,12 +413,14 @@ def _samples() -> dict[str, Callable[[str], Call]]:
     for parts in (1, 2):
         samples[f"norm_qkv_rope_store of {parts} parts"] = functools.partial(norm_q_rope, parts=parts)
     samples["lora_bias"] = lora_bias
+    samples["lora_bias of a rank"] = lora_bias_of_a_rank
     samples["lora_bias without norm"] = functools.partial(lora_bias, norm=False)
     samples["gated_delta"] = gated_delta
     samples["gated_delta with drafts"] = functools.partial(gated_delta, drafts=2)
     samples["norm_route with policies"] = norm_route_with_policies
     for stem in ("experts_gate_up_silu", "experts_down"):
         samples[f"{stem} BF16 with biases"] = functools.partial(experts_with_biases, stem)
+    samples["experts_gate_up_silu BF16 with biases of pairs"] = experts_with_biases_of_pairs
     for stem in ("attention_decode", "attention_prefill"):
         samples[f"{stem} BF16 with sinks"] = functools.partial(attention_with_sinks, stem)
     samples["matmul with a norm of its outputs"] = matmul_normed

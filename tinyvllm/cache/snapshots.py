@@ -22,6 +22,11 @@ class StateSnapshots:
     def __len__(self) -> int:
         return len(self._slots)
 
+    @property
+    def num_held(self) -> int:
+        """Slots that a step in flight reads or writes."""
+        return sum(count > 0 for count in self._held.values())
+
     def longest(self, hashes: Sequence[bytes]) -> int:
         """Blocks of the longest prefix that has a copy, 0 for none."""
         return next((count for count in range(len(hashes), 0, -1) if hashes[count - 1] in self._slots), 0)

@@ -12,7 +12,7 @@ from typing import Any
 
 from tinygrad import Tensor, dtypes
 
-from tinyvllm.batch import StateCache
+from tinyvllm.batch import LayerCache, StateCache
 from tinyvllm.config.engine import EngineConfig
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.delta import check_step_tokens, has_kernel
@@ -74,16 +74,16 @@ def checked_slots(config: EngineConfig, model: ModelConfig, device: str) -> Stat
 
 
 def state_bytes(model: ModelConfig, slots: StateSlots | None) -> int:
-    """Bytes of the states of all layers."""
-    return 0 if model.delta is None or slots is None else 4 * model.delta.slot(slots.drafts) * len(model.delta_layers) * slots.count
+    """Bytes of the states of a layer."""
+    return 0 if model.delta is None or slots is None else 4 * model.delta.slot(slots.drafts) * slots.count
 
 
-def new_states(model: ModelConfig, slots: StateSlots | None, device: str, outline: bool = False) -> list[StateCache]:
-    """The states of each layer that has some; with `outline` in tensors that take no memory."""
+def new_states(model: ModelConfig, layers: range, slots: StateSlots | None, device: str, outline: bool = False) -> list[StateCache]:
+    """The states of each of these layers that has some; with `outline` in tensors that take no memory."""
     if model.delta is None or slots is None:
         return []
-    shape = slots.count, model.delta.slot(slots.drafts)
-    tensors = (Tensor.empty(*shape, device=device) if outline else _zeros(shape, device) for _ in model.delta_layers)
+    shape, count = (slots.count, model.delta.slot(slots.drafts)), len(model.delta_layers.intersection(layers))
+    tensors = (Tensor.empty(*shape, device=device) if outline else _zeros(shape, device) for _ in range(count))
     return [StateCache(states, slots.drafts) for states in tensors]
 
 
@@ -94,10 +94,17 @@ def _zeros(shape: tuple[int, int], device: str) -> Tensor:
     return adopt(allocate(4 * shape[0] * shape[1]).view("float32").reshape(shape), device, dtypes.float32)
 
 
-def all_caches(model: ModelConfig, pool: KVPool, states: list[StateCache]) -> list[Any]:
-    """The cache of each layer of the model, in their order: `LayerCache` or `StateCache`."""
-    if not states:
-        readers = range(model.kv_layers, model.kv_layers + model.shared_kv_layers)
-        return [*pool.layers, *(pool.reader(pool.layers[model.kv_source(layer)]) for layer in readers)]
+def all_caches(model: ModelConfig, layers: range, pool: KVPool, states: list[StateCache]) -> list[Any]:
+    """The cache of each of these layers, in their order: `LayerCache` or `StateCache`."""
     with_kv, with_states = iter(pool.layers), iter(states)
-    return [next(with_states) if layer in model.delta_layers else next(with_kv) for layer in range(model.num_blocks)]
+    stored: dict[int, LayerCache] = {}
+    found: list[Any] = []
+    for layer in layers:
+        if layer in model.delta_layers:
+            found.append(next(with_states))
+        elif model.stores_keys(layer):
+            stored[layer] = next(with_kv)
+            found.append(stored[layer])
+        else:
+            found.append(pool.reader(stored[model.kv_source(layer)]))
+    return found

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tests.formats import sampled_formats
-from tinyvllm.backends import low_rank, recurrent
+from tests.kernels.delta_rule import recurrent_samples
+from tinyvllm.backends import low_rank
 from tinyvllm.backends.cuda import expert_plan
 from tinyvllm.backends.cuda import plan as records
 from tinyvllm.backends.cuda.expert_plan import Lists
 from tinyvllm.backends.cuda.plan import GPU
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.backends.operands import DeltaShape, GateClamp, RoutingPolicy
+from tinyvllm.backends.operands import GateClamp, RoutingPolicy
 from tinyvllm.backends.shapes import AdapterProduct, Attention, Heads, Product
 from tinyvllm.quant.formats import Layout
 
@@ -54,7 +55,7 @@ def samples(gpu: GPU, arch: str) -> dict[str, Kernel]:
         | _many(gpu)
         | _adapters(gpu)
         | _experts(gpu)
-        | _recurrent()
+        | recurrent_samples("cuda", VARIANT, EPS)  # gated_delta and delta_norm
         | (_hopper(gpu) if f"{arch}a" == records.HOPPER else {})
         | _attention(gpu)
         | _tokens(gpu)
@@ -149,17 +150,6 @@ def _experts(gpu: GPU) -> dict[str, Kernel]:
     return found
 
 
-def _recurrent() -> dict[str, Kernel]:
-    """Of Qwen3.5 27B, and of the narrowest and the widest heads."""
-    found = {}
-    for name, s, T, B in (
-        ("1", DeltaShape(16, 48, 128, 128, 4), 1, 1), ("512", DeltaShape(16, 48, 128, 128, 4), 512, 2),
-        ("narrow heads", DeltaShape(2, 4, 16, 16, 2, True), 8, 8), ("wide heads", DeltaShape(4, 4, 256, 256, 4), 64, 1),
-    ):  # fmt: skip
-        found[f"gated_delta of {name}"], found[f"delta_norm of {name}"] = recurrent.plan("cuda", VARIANT, s, T, B, EPS)
-    return found
-
-
 def _hopper(gpu: GPU) -> dict[str, Kernel]:
     variant = records.HOPPER
     found = {"matmul_hopper BF16": records.matmul_hopper(variant, Product("BF16", 4096, LARGE.E, LARGE.F, residual=True), gpu)}
@@ -182,9 +172,13 @@ def _attention(gpu: GPU) -> dict[str, Kernel]:
         found[f"attention_prefill {name}"] = records.attention_prefill(VARIANT, 512, 2, told, gpu)
         found[f"attention_decode {name}"] = records.attention_decode(VARIANT, 32, told, gpu)[0]
         found[f"attention_decode {name}, shared"] = records.attention_decode(VARIANT, 64, told, gpu, cascade=True)[0]
-    for cache in ("BF16", "F16"):
+    for cache in ("BF16", "F16", "KV_INT8", "KV_INT4", "KV_FP8"):
         found[f"attention_prefill {cache} of 512 features"] = records.attention_prefill(VARIANT, 512, 2, WIDEST.attention(cache), gpu)
         found[f"attention_decode {cache} of 512 features"] = records.attention_decode(VARIANT, 32, WIDEST.attention(cache), gpu)[0]
+    small = GPU(128, 99 << 10, 100 << 10)  # sm_86, sm_89 and sm_120
+    for sizes, cache in ((WIDE, "BF16"), (WIDEST, "BF16"), (WIDEST, "KV_INT8"), (WIDEST, "KV_INT4")):
+        name = f"attention_prefill {cache} of {sizes.D} features in 99 KiB"
+        found[name] = records.attention_prefill(VARIANT, 512, 2, sizes.attention(cache), small)
     both = LARGE.attention("BF16", cap=50.0, sinks=True)
     found["attention_decode of all policies, shared"] = records.attention_decode(VARIANT, 64, both, gpu, cascade=True)[0]
     packed = records.attention_decode(VARIANT, 64, SMALL.attention("KV_INT4"), gpu, cascade=True)[0]

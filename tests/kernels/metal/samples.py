@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
-from tinyvllm.backends import low_rank, recurrent
+from tests.kernels.delta_rule import recurrent_samples
+from tinyvllm.backends import low_rank
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.metal import expert_plan
 from tinyvllm.backends.metal import plan as records
 from tinyvllm.backends.metal.expert_plan import Lists
-from tinyvllm.backends.operands import DeltaShape, GateClamp, RoutingPolicy
+from tinyvllm.backends.operands import GateClamp, RoutingPolicy
 from tinyvllm.backends.shapes import AdapterProduct, Attention, Heads, Product
 from tinyvllm.quant.formats import GROUPED, Layout, packed_in
 from tinyvllm.quant.kv import KV_FORMATS
@@ -50,7 +51,8 @@ OSS = Sizes(2880, 2880, 64, 8, 64, 201088)  # gpt-oss
 
 def samples() -> dict[str, Kernel]:
     """Kernels by name, of which the first word is the stem."""
-    return _few() | _many() | _adapters() | _experts() | _recurrent() | _attention() | _tokens()
+    recurrent = recurrent_samples("metal", VARIANT, EPS)  # gated_delta and delta_norm
+    return _few() | _many() | _adapters() | _experts() | recurrent | _attention() | _tokens()
 
 
 def _few() -> dict[str, Kernel]:
@@ -156,17 +158,6 @@ def _experts() -> dict[str, Kernel]:
     return found
 
 
-def _recurrent() -> dict[str, Kernel]:
-    """Of Qwen3.5 27B, and of the narrowest and the widest heads."""
-    found = {}
-    for name, s, T, B in (
-        ("1", DeltaShape(16, 48, 128, 128, 4), 1, 1), ("512", DeltaShape(16, 48, 128, 128, 4), 512, 2),
-        ("narrow heads", DeltaShape(2, 4, 16, 16, 2, True), 8, 8), ("wide heads", DeltaShape(4, 4, 256, 256, 4), 64, 1),
-    ):  # fmt: skip
-        found[f"gated_delta of {name}"], found[f"delta_norm of {name}"] = recurrent.plan("metal", VARIANT, s, T, B, EPS)
-    return found
-
-
 def _attention() -> dict[str, Kernel]:
     found = {}
     wide = ("wide", WIDE, "F32"), ("widest", WIDEST, "BF16"), ("widest F32", WIDEST, "F32")
@@ -176,7 +167,13 @@ def _attention() -> dict[str, Kernel]:
         found[f"attention_decode {name}"] = records.attention_decode(VARIANT, 16, a)[0][0]
         found[f"attention_decode {name} shared"] = records.attention_decode(VARIANT, 16, a, cascade=True)[0][0]
         found[f"attention_decode {name} of two"], found[f"attention_merge {name}"] = records.attention_decode(records.MERGE, 16, a)[0]
-    for name, sizes, cache in (("int8", LARGE, "KV_INT8"), ("int4", SMALL, "KV_INT4"), ("fp8", WIDE, "KV_FP8")):
+    for name, sizes, cache in (
+        ("int8", LARGE, "KV_INT8"),
+        ("int4", SMALL, "KV_INT4"),
+        ("fp8", WIDE, "KV_FP8"),
+        ("widest int4", WIDEST, "KV_INT4"),
+        ("widest int8", WIDEST, "KV_INT8"),
+    ):
         a = sizes.attention(cache)
         found[f"attention_prefill {name}"] = records.attention_prefill(VARIANT, 512, 2, a)
         found[f"attention_decode {name}"] = records.attention_decode(VARIANT, 16, a)[0][0]
