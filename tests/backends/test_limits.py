@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from tinyvllm.backends.cuda import limits as cuda_limits
-from tinyvllm.backends.cuda.plan import GPU, prefill_shared
+from tinyvllm.backends.cuda.plan import GPU
 from tinyvllm.backends.limits import ShapeFacts, at_most, between, first_reason, less_than, multiple_of, power_of_two
 from tinyvllm.backends.registry import BACKENDS, STEMS
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout
 
-SHARED = 99 << 10  # bytes that a block of threads has on the pretended GPU
+SHARED = 64 << 10  # bytes that a block of threads has on the pretended GPU, where not all heads fit
 KINDS = ("CPU", "CUDA", "METAL")
 LAYOUTS = {"CPU": Layout.PANELS, "CUDA": Layout.TILES, "METAL": Layout.ROWS}
 EXPERTS = ("norm_route", "experts_gate_up_silu", "experts_down")
@@ -60,6 +60,16 @@ CHANGES = {
 }
 
 
+def least_shared(f: ShapeFacts) -> int:
+    """Bytes of CUDA's smallest block of threads: above 128 features a warp for each sixteen query heads, and a part of a tile."""
+    D, warps, packed = f.head_dim, -(-f.query_heads // f.kv_heads // 16), f.cache_format.startswith("KV_")
+    row = D // 2 if f.cache_format == "KV_INT4" else D
+    if D <= 128:
+        return 2 * (4 * (40 * row + 64) if packed else 128 * (2 * D + 16))
+    sums, queries = (32 * D, 32 * D) if D > 256 else (64 * D, 32 * D - 2048)
+    return warps * (sums + queries) + (40 * row + 64 if packed else 16 * (2 * D + 16))
+
+
 def runs(kind: str, stem: str, f: ShapeFacts) -> bool:
     """Whether the kernels can run a shape: what the sources of kernels/ need."""
     width = 256 if kind != "CPU" and "_K" in f.format else 32
@@ -71,7 +81,7 @@ def runs(kind: str, stem: str, f: ShapeFacts) -> bool:
     if stem == "lora_bias":
         return f.inputs % (32 if kind == "METAL" else 16) == 0 and f.outputs % 16 == 0 and rms
     if stem == "gated_delta":
-        return heads and f.outputs % 16 == 0 and (kind == "CPU" or (f.head_dim <= 256 and not f.drafts))
+        return heads and f.outputs % 16 == 0 and (kind == "CPU" or f.head_dim <= 256)
     if stem in EXPERTS and kind == "METAL":
         fits = inputs and f.experts <= 1024 and (rms or stem == "experts_down")
         return fits and {"norm_route": True, "experts_down": f.matrices == 1 and f.outputs % 4 == 0}.get(stem, f.matrices == 2)
@@ -100,7 +110,7 @@ def runs(kind: str, stem: str, f: ShapeFacts) -> bool:
         fits = (
             heads
             and 32 <= f.head_dim <= 512
-            and (kind == "CPU" or f.head_dim <= 256 or (f.head_dim % 32 == 0 and f.cache_format in ("F32", "F16", "BF16")))
+            and (kind == "CPU" or f.head_dim <= 256 or f.head_dim % 32 == 0)
             and (kind == "METAL" or f.cache_format != "KV_INT4" or f.head_dim % 32 == 0)
         )
         if kind != "CPU":
@@ -111,7 +121,7 @@ def runs(kind: str, stem: str, f: ShapeFacts) -> bool:
             )
         if kind == "CUDA":
             fits = fits and f.cache_format != "F32" and f.cache_bytes < 64 << 30
-            fits = fits and prefill_shared(f.head_dim, 1, f.cache_format) <= SHARED
+            fits = fits and least_shared(f) <= SHARED
         return fits and (kind != "METAL" or f.cache_elements < 1 << 34)
     return True
 
@@ -142,8 +152,8 @@ def test_reasons_name_what_is_supported_and_what_the_model_has():
     cuda = BACKENDS["CUDA"]
     assert cuda.unsupported("attention_decode", facts) == "kernel supports head dimension in multiples of 16; the model has 40"
     assert cuda.unsupported("norm_head", facts) == "kernel supports RMSNorm only; the model uses LayerNorm"
-    wide = cuda.unsupported("attention_prefill", replace(facts, head_dim=256))
-    assert wide is not None and "shared memory at head dimension 256; a block of threads has" in wide
+    wide = cuda.unsupported("attention_prefill", replace(facts, head_dim=256, query_heads=128))
+    assert wide == "kernel needs 98560 bytes of shared memory at head dimension 256; a block of threads has 65536 here"
     assert "tiles only; these BF16 weights are in panels" in str(cuda.unsupported("matmul", replace(facts, layout=Layout.PANELS)))
     assert "KV cache in F16 or BF16 or KV_FP8 or KV_INT8 or KV_INT4; the cache is F32" in str(
         cuda.unsupported("attention_decode", replace(facts, head_dim=64, cache_format="F32"))
@@ -151,6 +161,15 @@ def test_reasons_name_what_is_supported_and_what_the_model_has():
     metal = BACKENDS["METAL"]
     stored = replace(supported("METAL", "norm_qkv_rope_store"), matrices=1)
     assert metal.unsupported("norm_qkv_rope_store", stored) == "kernel supports 3 matrices (q, k and v); the weight has 1"
+
+
+@pytest.mark.parametrize("cache", ["F16", "BF16", "KV_INT8", "KV_INT4", "KV_FP8"])
+def test_heads_of_all_sizes_fit_where_a_block_of_threads_has_least(monkeypatch, cache):
+    """99 KiB: sm_86, sm_89 and sm_120."""
+    monkeypatch.setattr(cuda_limits, "gpu_of", lambda placement: GPU(82, 99 << 10, 100 << 10))
+    for D in range(32, 513, 32):
+        facts = replace(supported("CUDA", "attention_prefill"), cache_format=cache, head_dim=D, query_heads=128 if D <= 256 else 64)
+        assert BACKENDS["CUDA"].unsupported("attention_prefill", facts) is None, D
 
 
 def test_rules():

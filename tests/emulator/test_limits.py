@@ -22,9 +22,9 @@ def test_a_model_that_does_not_fit_is_rejected_with_advice():
         LLM(MODEL, device="CUDA", max_model_len=128, num_blocks=8)
 
 
-def test_two_engines_capture_in_two_threads():
+def test_two_engines_capture_in_two_threads(tiny_model):
     with cuda_device(seed=1):
-        engines = [LLM(MODEL, device="CUDA", max_model_len=128, max_num_seqs=4) for _ in range(2)]
+        engines = [LLM(tiny_model, device="CUDA", dtype="bfloat16", max_model_len=128, max_num_seqs=4) for _ in range(2)]
         results: list[list[int]] = [[], []]
 
         def answer(i: int) -> None:

@@ -16,7 +16,7 @@
 // Constants: H, K, D, S, M, CACHE_TYPE (F16, BF16, or packed as in packed_cache.cuh), SCALE (above 0), WINDOW (0: none), SECTION (default 4096; a multiple of 256),
 // CAP (of scores * SCALE, none if not defined), SINKS (none if not defined; they are not scaled).
 // H % K == 0, D % 16 == 0, D from 32 to 512, S a power of two from 8 to 256. One layer's cache is smaller than 64 GiB. Heads above 256 are
-// of F16 or BF16, and multiples of 32.
+// multiples of 32.
 //
 // A warp has registers for 256 columns of the values of sixteen rows. Wider heads have two HALVES of D / 2 columns: a thread block has one of
 // them, and computes all scores. The row's bits are those of one warp that had all columns, as columns do not depend on each other.
@@ -70,7 +70,7 @@ static_assert(CACHE_TYPE == F16 || CACHE_TYPE == BF16, "attention: CACHE_TYPE mu
 #endif
 static_assert(H % K == 0, "attention: H must be a multiple of K");
 static_assert(D % 16 == 0 && D >= 32 && D <= 512, "attention: D must be a multiple of 16 from 32 to 512");
-static_assert(HALVES == 1 || (D % 32 == 0 && !PACKED), "attention: D above 256 must be a multiple of 32, of F16 or BF16");
+static_assert(HALVES == 1 || D % 32 == 0, "attention: D above 256 must be a multiple of 32");
 static_assert(S >= 8 && S <= 256 && (S & (S - 1)) == 0, "attention: S must be a power of two from 8 to 256");
 static_assert(SECTION % PARTITION == 0, "attention: SECTION must be a multiple of 256");
 
@@ -106,6 +106,7 @@ DEVICE void reset(RowState &state) {
 constexpr int REGISTER_STEPS = STEPS <= 8 ? STEPS : HALVES == 1 ? 4 : 0;
 constexpr int KEPT_STEPS = REGISTER_STEPS ? REGISTER_STEPS : 1;  // no array is empty
 constexpr int STEP_UNROLL = HALVES == 1 ? STEPS : 4;             // full where steps are registers
+constexpr int QUANT_UNROLL = HALVES == 1 ? STEPS : 2;            // the same of packed keys; 4 would spill
 constexpr int QUERY_BYTES = (STEPS - REGISTER_STEPS) * 16;
 struct Queries {
   u32 registers[KEPT_STEPS][4];
@@ -137,11 +138,12 @@ DEVICE void load_step(u32 (&a)[4], const float *row, const float *row_plus_8, in
   }
 }
 
-// All steps. `shared` [QUERY_BYTES / 16][threads]; the caller is number `thread` of them.
+// All steps. `shared` [QUERY_BYTES / 16][threads]; the caller is number `thread` of them. UNROLL: all where steps are kept in registers.
+template <int UNROLL = STEPS>
 DEVICE void load_queries(Queries &q, const float *row, const float *row_plus_8, void *shared, int thread, int threads) {
   q.shared = (uint4 *)shared + thread;
   q.threads = threads;
-#pragma unroll
+#pragma unroll(UNROLL)
   for (int step = 0; step < STEPS; step++) {
     u32 a[4];
     load_step(a, row, row_plus_8, step);
@@ -171,7 +173,7 @@ template <int FIRST, int KEYS, typename Operand> DEVICE void score(float (&s)[TI
   for (int n = FIRST / 8; n < (FIRST + KEYS) / 8; n++)
 #pragma unroll
     for (int i = 0; i < 4; i++) s[n][i] = 0.0f;
-#pragma unroll
+#pragma unroll(QUANT_UNROLL)
   for (int step = 0; step < ROW_BYTES / 16; step++) {
     u32 low[4], high[4], b0, b1;
     query_step(low, queries, step);
@@ -309,12 +311,12 @@ template <int FIRST, int KEYS> DEVICE void add_values(RowState &state, const flo
                       pack_bf16(scaled(s[n + 1][0], c[2]), scaled(s[n + 1][1], c[3])),
                       pack_bf16(scaled(s[n + 1][2], c[2]), scaled(s[n + 1][3], c[3]))};
 #pragma unroll
-    for (int column = 0; column < ROW_BYTES / 8; column++) {
+    for (int column = 0; column < VALUE_BYTES / 8; column++) {
       const u32 word = words[column * 8];
       u32 b0, b1;
-      quant_operand(b0, b1, word, 0);
+      quant_operand(b0, b1, word, HALVES == 2 ? blockIdx.y % HALVES : 0);
       multiply(state.o[column], p, b0, b1);
-      if (CACHE_TYPE != KV_INT4) continue;
+      if (CACHE_TYPE != KV_INT4 || HALVES == 2) continue;
       quant_operand(b0, b1, word, 1);
       multiply(state.o[COLUMNS / 2 + column % (COLUMNS / 2)], p, b0, b1);
     }

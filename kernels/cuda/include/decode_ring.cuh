@@ -73,7 +73,7 @@ DEVICE void begin_tile(Stream &stream, const Batch &batch, const Run &run) {
 DEVICE void copy_packed_stage(u8 *slot, const uint4 *cache, int side, int half, const Stream &stream) {
   const int block = half ? stream.present[1] : stream.present[0], at = (stream.start + half * STAGE_KEYS + lane_key()) % S;
 #pragma unroll(COPY_UNROLL / 4)
-  for (int piece = threadIdx.x; piece < 2 * ROW_BYTES; piece += 32)
+  for (int piece = threadIdx.x; piece < 2 * (side ? VALUE_BYTES : ROW_BYTES); piece += 32)
     copy_quants(slot, cache, side, stream.head, piece, (u32)max(block, 0), at, block >= 0);
   const int eight = threadIdx.x % 4, from = __shfl_sync(ALL_LANES, block, 2 * eight), first = __shfl_sync(ALL_LANES, at, 2 * eight);
   if (threadIdx.x < 4) copy_scales(slot, cache, side, stream.head, eight, (u32)max(from, 0), first, from >= 0);

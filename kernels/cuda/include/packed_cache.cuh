@@ -7,29 +7,33 @@
 //
 //   keys    word j of key i at (j * KEY_PITCH + i) * 4            values  of four keys g, word i at (g * VALUE_PITCH + i) * 4
 //   scales  bfloat16 [32] at STAGE_SCALES
+//
+// Of two HALVES of the values (attention.cuh) a thread block copies its own bytes, and in KV_INT4, where a byte has a column of each half, all.
 #pragma once
 #include "formats.cuh"
 #include "kv_cache.h"
 #include "portable.h"
 
-constexpr int ROW_BYTES = CACHE_TYPE == KV_INT4 ? D / 2 : D;  // quants of a key
-constexpr u32 BLOCK_UNITS = K * S * (ROW_BYTES + 2) / 8;      // of 16 bytes
-constexpr u32 HEAD_UNITS = S * ROW_BYTES / 16;                // of one side and head
-constexpr u32 SCALE_UNITS = 2 * K * HEAD_UNITS;               // where the scales begin
-constexpr int KEY_PITCH = 40;                                 // words; a multiple of 4 for copies, of 8 but not of 32 for banks
-constexpr int VALUE_PITCH = ROW_BYTES + 8;
+constexpr int ROW_BYTES = CACHE_TYPE == KV_INT4 ? D / 2 : D;   // quants of a key
+constexpr u32 BLOCK_UNITS = K * S * (ROW_BYTES + 2) / 8;       // of 16 bytes
+constexpr u32 HEAD_UNITS = S * ROW_BYTES / 16;                 // of one side and head
+constexpr u32 SCALE_UNITS = 2 * K * HEAD_UNITS;                // where the scales begin
+constexpr int KEY_PITCH = 40;                                  // words; a multiple of 4 for copies, of 8 but not of 32 for banks
+constexpr int VALUE_BYTES = HALVES == 1 ? ROW_BYTES : VALUES;  // of a value, in a stage
+constexpr int VALUE_PITCH = VALUE_BYTES + 8;
 constexpr int STAGE_QUANTS = 4 * KEY_PITCH * ROW_BYTES / 4 > 32 * VALUE_PITCH ? KEY_PITCH * ROW_BYTES : 32 * VALUE_PITCH;
 constexpr int STAGE_SCALES = STAGE_QUANTS;
 constexpr int PACKED_STAGE = STAGE_QUANTS + 64;
 
 static_assert(CACHE_TYPE != KV_INT4 || D % 16 == 0, "packed caches: D must be a multiple of 16");
 
-// Copies a piece of a stage: pieces 0 to 2 * ROW_BYTES - 1 are quants, of which piece p belongs to keys 4 (p % 8) to 4 (p % 8) + 3; the
+// Copies a piece of a stage: pieces 0 to 2 * ROW_BYTES - 1, of values 2 * VALUE_BYTES - 1, are quants, of which piece p belongs to keys 4 (p % 8) to 4 (p % 8) + 3; the
 // last four are scales, of eight keys each. `block` and `slot`: those of the piece's first key. Zeros if not `valid`.
 DEVICE void copy_quants(u8 *stage, const uint4 *cache, int side, int head, int piece, u32 block, int slot, bool valid) {
   const int four = piece % 8, part = piece / 8;
   const uint4 *from = cache + block * (u64)BLOCK_UNITS + (side * K + head) * HEAD_UNITS;
   from += side == 0 ? part * (S / 4) + slot / 4 : slot / 4 * (ROW_BYTES / 4) + part;
+  if (VALUE_BYTES < ROW_BYTES && side) from += blockIdx.y % HALVES * (VALUE_BYTES / 4);
   copy_16_or_zero(stage + (side == 0 ? part * KEY_PITCH * 4 + four * 16 : four * VALUE_PITCH * 4 + part * 16), valid ? from : cache, valid);
 }
 DEVICE void copy_scales(u8 *stage, const uint4 *cache, int side, int head, int eight, u32 block, int slot, bool valid) {

@@ -68,9 +68,11 @@ def decode(
     return out
 
 
-def prefill(case: Case, first: int = 0, count: int | None = None, section: int = 4096, stages: int = 2, seed: int = 0) -> np.ndarray:
+def prefill(
+    case: Case, first: int = 0, count: int | None = None, section: int = 4096, stages: int = 2, seed: int = 0, gpu: records.GPU = GPU
+) -> np.ndarray:
     chunks = len(case.new) - first if count is None else count
-    kernel = records.attention_prefill("sm_90", sum(case.new), len(case.new), told(case), GPU)
+    kernel = records.attention_prefill("sm_90", sum(case.new), len(case.new), told(case), gpu)
     kernel = with_section(kernel, section)
     if stages == 1:
         kernel = dataclasses.replace(kernel, defines=tuple((name, 1 if name == "STAGES" else value) for name, value in kernel.defines))
@@ -93,6 +95,10 @@ RAGGED = [
     Shape(H=2, K=1, D=256, S=16, dtype="BF16"),
     Shape(H=2, K=1, D=512, S=16, dtype="BF16"),
     with_sinks(Shape(H=4, K=2, D=288, S=8, dtype="F16", window=70, cap=2.0)),
+    Shape(H=2, K=1, D=512, S=16, dtype="KV_INT8"),
+    Shape(H=2, K=1, D=512, S=32, dtype="KV_INT4", window=70),
+    with_sinks(Shape(H=4, K=2, D=288, S=8, dtype="KV_INT4")),
+    Shape(H=3, K=1, D=352, S=16, dtype="KV_FP8"),
     Shape(H=2, K=2, D=48, S=256, dtype="BF16"),
     Shape(H=20, K=1, D=32, S=16, dtype="BF16"),
     Shape(H=2, K=1, D=64, S=8, dtype="F16", window=5),
@@ -178,6 +184,38 @@ def test_every_row_has_the_bits_of_decode_for_any_chunks(shape: Shape) -> None:
 def test_one_stage_has_the_bits_of_two() -> None:
     case = ragged(RAGGED[1])
     assert same(prefill(case, stages=1, seed=5), prefill(case, seed=6))
+
+
+# Warps, stages and keys of a stage that a GPU with this number of KiB has.
+PARTS = [
+    (Shape(H=2, K=1, D=256, S=16, dtype="BF16"), 99, (3, 2, 32)),
+    (Shape(H=2, K=1, D=512, S=16, dtype="BF16"), 99, (2, 2, 16)),
+    (Shape(H=2, K=1, D=512, S=16, dtype="KV_INT8"), 99, (2, 1, 32)),
+    (Shape(H=2, K=1, D=512, S=32, dtype="KV_INT4", window=70), 99, (2, 2, 32)),
+    (Shape(H=3, K=1, D=352, S=16, dtype="KV_FP8"), 99, (2, 2, 32)),
+    (with_sinks(Shape(H=4, K=2, D=288, S=8, dtype="F16", window=70, cap=2.0)), 64, (2, 2, 16)),
+    (Shape(H=2, K=1, D=256, S=16, dtype="KV_FP8"), 99, (3, 2, 32)),
+    (with_sinks(Shape(H=8, K=4, D=256, S=16, dtype="KV_INT8", window=70, cap=2.0)), 64, (2, 1, 32)),
+    (Shape(H=2, K=1, D=256, S=64, dtype="F16", window=300), 64, (2, 2, 16)),
+    (Shape(H=2, K=1, D=512, S=16, dtype="BF16"), 64, (1, 1, 16)),
+]
+
+
+@pytest.mark.parametrize("shape, kib, block", [pytest.param(*p, marks=() if i < 3 else pytest.mark.long) for i, p in enumerate(PARTS)])
+def test_parts_of_tiles_have_the_bits_of_whole_ones(shape: Shape, kib: int, block: tuple[int, int, int]) -> None:
+    small, case = records.GPU(3, kib << 10, kib + 1 << 10), ragged(shape)
+    defines = dict(records.attention_prefill("sm_80", 1, 1, told(case), small).defines)
+    assert (defines["WARPS"], defines["STAGES"], defines["STAGE_KEYS"]) == block
+    rows = prefill(case, gpu=small)
+    close(rows, oracle(rounded(case)), case)
+    assert same(rows, prefill(case, seed=1)), "parts of tiles and whole ones differ in bits"
+
+
+def test_parts_of_sections() -> None:
+    """Across the borders of partitions and sections, and where warps see different tiles."""
+    shape, small = Shape(H=1, K=1, D=192, dtype="BF16", window=700), records.GPU(3, 64 << 10, 65 << 10)
+    case = make(shape, [70, 1], [1100, 530])
+    assert same(prefill(case, section=512, gpu=small, seed=2), prefill(case, section=512))
 
 
 def test_rows_beyond_the_count_are_not_touched() -> None:

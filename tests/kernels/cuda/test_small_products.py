@@ -168,9 +168,13 @@ SHAPES = [  # D, R, bias, qk_norm, cache
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("D, R, bias, qk_norm, cache", SHAPES)
-@pytest.mark.parametrize("T, E, format", [(1, 96, "BF16"), (3, 544, "Q8_0"), (8, 64, "Q4_0"), (2, 1056, "F16"), (3, 256, "Q6_K")])
-def test_norm_qkv_rope_store(T: int, E: int, format: str, D: int, R: int, bias: int, qk_norm: int, cache: str) -> None:
+FEW = [(1, 96, "BF16"), (3, 544, "Q8_0"), (8, 64, "Q4_0"), (2, 1056, "F16"), (3, 256, "Q6_K")]  # T, E, format
+
+
+@pytest.mark.parametrize("shape, few", [(i, (i + j) % len(FEW)) for i in range(len(SHAPES)) for j in (0, 1, 3)])
+def test_norm_qkv_rope_store(shape: int, few: int) -> None:
+    """Each kind of heads with three of the products, each product with three kinds at least."""
+    (D, R, bias, qk_norm, cache), (T, E, format) = SHAPES[shape], FEW[few]
     heads_are_stored(Heads(T, E, D, R, format, bias, qk_norm), cache)
 
 

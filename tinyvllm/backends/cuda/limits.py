@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tinyvllm.backends.cuda.driver import gpu_of
-from tinyvllm.backends.cuda.plan import prefill_queries, prefill_shared
+from tinyvllm.backends.cuda.plan import prefill_blocks, prefill_shared
 from tinyvllm.backends.limits import (
     Limits,
     ShapeFacts,
@@ -22,6 +22,7 @@ from tinyvllm.backends.limits import (
     plain_rows,
     power_of_two,
     rms_norm_only,
+    shared_bias,
     silu_gate,
     stored_values,
     tiles_only,
@@ -33,22 +34,21 @@ from tinyvllm.quant.formats import FORMATS
 
 def prefill_fits_shared_memory(facts: ShapeFacts) -> str | None:
     """attention_prefill's smallest block of threads fits the GPU's shared memory."""
-    needed, available = prefill_shared(facts.head_dim, 1, facts.cache_format), gpu_of(facts.placement).shared
+    D, cache, available = facts.head_dim, facts.cache_format, gpu_of(facts.placement).shared
+    needed = min(prefill_shared(block, D, cache) for block in prefill_blocks(D, facts.queries_per_kv_head, cache))
     if needed <= available:
         return None
-    return f"kernel needs {needed} bytes of shared memory at head dimension {facts.head_dim}; a block of threads has {available} here"
+    return f"kernel needs {needed} bytes of shared memory at head dimension {D}; a block of threads has {available} here"
 
 
 def wide_heads(facts: ShapeFacts) -> str | None:
-    """Heads above 256 features have two halves of values, which packed caches do not divide so."""
-    if facts.head_dim <= 256:
-        return None
-    return _WIDE(facts) or _PLAIN_CACHES(facts)
+    """Heads above 256 features have two halves of values."""
+    return None if facts.head_dim <= 256 else _WIDE(facts)
 
 
 def queries_of_a_block(facts: ShapeFacts) -> str | None:
     """attention_prefill has all query heads of a KV head in a block of threads."""
-    return at_most("queries_per_kv_head", min(64, prefill_queries(facts.head_dim)))(facts)
+    return at_most("queries_per_kv_head", 64 if facts.head_dim <= 256 else 32)(facts)
 
 
 def columns_of_blocks(facts: ShapeFacts) -> int:
@@ -61,7 +61,7 @@ _HEADS = multiple_of("head_dim", 16)
 _PRODUCT = (_INPUTS, tiles_only)
 _ONE_FORMAT = matrices(1, "parts of several formats are multiplied by norm_qkv_rope_store and norm_gate_up_silu")
 _EXPERTS = at_most("experts", 1024)  # a thread counts the rows of each
-_WIDE, _PLAIN_CACHES = multiple_of("head_dim", 32), cache_formats("F16", "BF16")
+_WIDE = multiple_of("head_dim", 32)
 _ATTENTION = (
     _HEADS,
     between("head_dim", 32, 512),
@@ -69,9 +69,9 @@ _ATTENTION = (
     pairs_of_sixteen,
     wide_heads,
     less_than("cache_bytes", 64 << 30),  # the kernels' index limit
-    prefill_fits_shared_memory,
     power_of_two("block_size", 8, 256),
     queries_of_a_block,
+    prefill_fits_shared_memory,
 )
 
 LIMITS: Limits = {
@@ -82,10 +82,10 @@ LIMITS: Limits = {
     "attention_prefill": (*_ATTENTION, stored_values),
     "matmul": (*plain_outputs, *_PRODUCT, _ONE_FORMAT),
     "lora_bias": (multiple_of("inputs", 16), multiple_of("outputs", 16), no_layer_norm),
-    "gated_delta": (_HEADS, at_most("head_dim", MAX_KEY_DIM), multiple_of("outputs", 16), at_most("drafts", 0)),
+    "gated_delta": (_HEADS, at_most("head_dim", MAX_KEY_DIM), multiple_of("outputs", 16)),
     "norm_gate_up_silu": (silu_gate, multiple_of("outputs", 16), *_PRODUCT, rms_norm_only),
     "norm_route": (_INPUTS, _EXPERTS, no_layer_norm),
-    "experts_gate_up_silu": (multiple_of("outputs", 16), *_PRODUCT, _ONE_FORMAT, _EXPERTS, no_layer_norm),
+    "experts_gate_up_silu": (multiple_of("outputs", 16), *_PRODUCT, _ONE_FORMAT, _EXPERTS, no_layer_norm, shared_bias),
     "experts_down": (multiple_of("outputs", 16), *_PRODUCT, _ONE_FORMAT, _EXPERTS),
     "norm_head": (*plain_logits, *_PRODUCT, _ONE_FORMAT, rms_norm_only),
     "advance": (),

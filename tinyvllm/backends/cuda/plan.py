@@ -367,15 +367,6 @@ def _query_bytes(D: int) -> int:
     return 32 * D - 512 * (4 if D <= 256 else 0)
 
 
-def _prefill_warps(D: int) -> int:
-    return 8 if D <= 128 else 4 if D <= 256 else 2
-
-
-def prefill_queries(D: int) -> int:
-    """Query heads of a KV head at most: the rows of a block of threads."""
-    return 16 * _prefill_warps(D)
-
-
 def _shared_partitions(B: int, a: Attention, heads: int, rows: int) -> int:
     """Partitions of a sequence that other sequences may read for it: whole stretches, as many as FOLLOWING has room for."""
     if B == 1 or a.D > 192 or (a.D > 64 and rows > 8):  # no other sequence, or no registers for a second sequence's rows
@@ -387,17 +378,60 @@ def _shared_partitions(B: int, a: Attention, heads: int, rows: int) -> int:
 
 def attention_prefill(variant: str, T: int, chunks: int, a: Attention, gpu: GPU) -> Kernel:
     """T rows of `chunks` sequences."""
-    warps = _prefill_warps(a.D)
-    span, stages = warps * 16 * a.K // a.H, 2 if prefill_shared(a.D, 2, a.cache) <= gpu.shared else 1
-    grid, shared = (ceil_div(T, span) + chunks, a.K * _halves(a.D), 1), prefill_shared(a.D, stages, a.cache)
-    return Kernel.cuda("attention_prefill", variant, 1, 6 + a.sinks, grid, 32 * warps, shared, STAGES=stages, **a.defines)  # type: ignore[arg-type]
+    block = prefill_block(a.D, a.H // a.K, a.cache, gpu.shared)
+    assert block is not None, "limits.py"
+    span = block.warps * 16 * a.K // a.H
+    grid, shared = (ceil_div(T, span) + chunks, a.K * _halves(a.D), 1), prefill_shared(block, a.D, a.cache)
+    return Kernel.cuda(
+        "attention_prefill", variant, 1, 6 + a.sinks, grid, 32 * block.warps, shared,
+        WARPS=block.warps, STAGES=block.stages, STAGE_KEYS=block.keys, **a.defines,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
-def prefill_shared(D: int, stages: int, cache: str = "BF16") -> int:
-    """Bytes of shared memory: keys and values of the stages, and for wide heads what does not fit in registers."""
-    keys, values, warps = 128 if D <= 128 else 64, D // _halves(D), _prefill_warps(D)
-    wide = 0 if D <= 128 else warps * (64 * values + _query_bytes(D))
-    return stages * (side_bytes(cache, D, keys) + side_bytes(cache, values, keys)) + wide
+@dataclass(frozen=True)
+class PrefillBlock:
+    """A block of threads of attention_prefill: its warps of sixteen rows, and the stages of `keys` keys and values that it reads through.
+
+    A stage of fewer keys than a tile's 64 has keys or values.
+    """
+
+    warps: int
+    stages: int
+    keys: int
+
+    @property
+    def in_parts(self) -> bool:
+        return self.keys < 64
+
+
+@functools.cache
+def prefill_block(D: int, group: int, cache: str, shared: int) -> PrefillBlock | None:
+    """The best that fits `shared` bytes, for `group` query heads of a KV head; None if none does.
+
+    Whole tiles where they fit: they need fewest barriers. Otherwise the most warps; those that wait for copies of their only stage count
+    as two thirds, which by arithmetic is the part of the time that is left for products.
+    """
+    fit = [block for block in prefill_blocks(D, group, cache) if prefill_shared(block, D, cache) <= shared]
+    return max(fit, key=lambda block: (not block.in_parts, block.warps * (1 + block.stages), block.keys), default=None)
+
+
+def prefill_blocks(D: int, group: int, cache: str) -> list[PrefillBlock]:
+    """All that the kernel has for such heads."""
+    most, tiles = 8 if D <= 128 else 4 if D <= 256 else 2, 128 if D <= 128 else 64
+    parts = () if D <= 128 else (32,) if cache in PACKED_KV.values() else (32, 16)
+    blocks = [PrefillBlock(most, stages, tiles) for stages in (2, 1)]
+    blocks += [PrefillBlock(warps, stages, keys) for warps in range(1, most + 1) for stages in (2, 1) for keys in parts]
+    return [block for block in blocks if 16 * block.warps >= group]
+
+
+def prefill_shared(block: PrefillBlock, D: int, cache: str) -> int:
+    """Bytes of shared memory: the stages, and for wide heads what does not fit in registers."""
+    values = D // _halves(D)
+    wide = 0 if D <= 128 else block.warps * (64 * values + _query_bytes(D))
+    stage = side_bytes(cache, D, block.keys)
+    if not block.in_parts:
+        stage += side_bytes(cache, D if cache in PACKED_KV.values() else values, block.keys)
+    return block.stages * stage + wide
 
 
 def side_bytes(cache: str, D: int, keys: int) -> int:
