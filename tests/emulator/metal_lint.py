@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.emulator.emulate import EmulatorError, build
+from tests.emulator.emulate import EmulatorError, declared
 from tests.emulator.metal import NUMBERS, PLACES, Signature, SignatureError, preprocessed, signatures
 from tests.emulator.metal_spaces import read
 
@@ -63,7 +63,7 @@ def _bounds(text: str, threads: int) -> list[str]:
     if unbounded:
         return [f"{name}: no [[max_total_threads_per_threadgroup(N)]]" for name in unbounded]
     try:
-        bounds = build(text, "metal").bounds
+        bounds, _ = declared(text)
     except EmulatorError as error:
         return [str(error)]
     wrong = [kernel.name for kernel in kernels if bounds[kernel.name] < threads]
@@ -72,7 +72,7 @@ def _bounds(text: str, threads: int) -> list[str]:
 
 def _shared_size(text: str) -> list[str]:
     try:
-        size = build(text, "metal").static_shared
+        _, size = declared(text)
     except EmulatorError as error:
         return [str(error)]
     return [f"{size} bytes of threadgroup memory; expected at most {MAX_SHARED}"] if size > MAX_SHARED else []

@@ -98,15 +98,15 @@ def test_tuning_changes_no_token_and_is_cached(gpu, monkeypatch, tmp_path):
     assert {key.split()[0] for figures in kept.values() for key in figures} & {"matvec", "norm_gate_up_silu", "norm_qkv_rope_store"}
 
 
-def test_a_step_over_several_partitions_is_five_launches_a_layer(mac, monkeypatch, tmp_path):
+def test_a_step_over_several_partitions_is_five_launches_a_layer(mac, monkeypatch, tmp_path, tiny_model):
     """Up to 32 partitions, of which the tokens fill two; partitions are smaller here, because long prompts take long."""
     monkeypatch.setattr(metal_records, "partition_of", lambda attention: 64)
-    for file in MODEL.iterdir():
+    for file in tiny_model.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "config.json").unlink()
-    config = json.loads((MODEL / "config.json").read_text()) | {"max_position_embeddings": 2048}
+    config = json.loads((tiny_model / "config.json").read_text()) | {"max_position_embeddings": 2048}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    prompt, options = {"prompt_token_ids": [0, *range(40, 100)]}, OPTIONS | dict(max_model_len=2048, max_num_seqs=2)
+    prompt, options = {"prompt_token_ids": [0, *range(40, 100)]}, OPTIONS | dict(max_model_len=2048, max_num_seqs=2, dtype="bfloat16")
     with LLM(tmp_path, device="CPU", **options) as cpu:
         expected = tokens(cpu, [prompt])
     before = len(mac.indirect)
@@ -171,12 +171,10 @@ def test_packed_caches_on_kernels(mac, kind):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(  # the bundled model takes four minutes a kind
-    ("path", "kind"), [("bundled", "int8"), ("qwen3", "fp8_e4m3"), ("qwen3", "int8"), ("qwen3", "int4")]
-)
-def test_packed_caches_have_the_tokens_of_the_reference(mac, monkeypatch, kind, path):
+@pytest.mark.parametrize(("name", "kind"), [("ministral3", "int8"), ("qwen3", "fp8_e4m3"), ("qwen3", "int8"), ("qwen3", "int4")])
+def test_packed_caches_have_the_tokens_of_the_reference(mac, monkeypatch, kind, name):
     """And in a batch, from the prefix cache, in chunks, after a swap, in forks: everything works on packed blocks."""
-    model = MODEL if path == "bundled" else GOLDEN / path  # both have two query heads a KV head, the second norms of heads and D = 32
+    model = GOLDEN / name  # both have two query heads a KV head, the second norms of heads
     prompts = [{"prompt_token_ids": [0, *(17 * j % 250 for j in range(2, 47)), 50 + i]} for i in range(4)]
     # float32, so that no rounding of inputs decides which of two quants a number becomes
     options = dict(max_model_len=128, max_num_seqs=4, seed=0, kv_cache_dtype=kind, skip_tokenizer_init=True, dtype="float32")
@@ -210,9 +208,9 @@ def test_packed_weights(mac, format):
         assert {len(ids) for ids in tokens(gpu, TEXTS[:2])} == {6}
 
 
-def test_a_second_start_runs_no_model(mac, tmp_path, monkeypatch):
+def test_a_second_start_runs_no_model(mac, tmp_path, monkeypatch, tiny_model):
     """Neither the model nor tinygrad's scheduler: captured steps are on disk."""
     from tests.engine.starts import check_second_start
 
     params = [SamplingParams(temperature=0.8, seed=1, max_tokens=2, ignore_eos=True)]
-    check_second_start(monkeypatch, tmp_path, MODEL, "METAL", params=params, max_model_len=128, max_num_seqs=2)
+    check_second_start(monkeypatch, tmp_path, tiny_model, "METAL", params=params, max_model_len=128, max_num_seqs=2, dtype="bfloat16")

@@ -27,6 +27,7 @@ class ShapeFacts:
     cap              scores, or logits, are capped
     sinks            heads have sinks: one more score each, without a value
     experts          of a mixture
+    pair_bias        each pair of a row and an expert has a bias of its own
     ungrouped        the reference has chosen the experts of rows, so that nothing lists the rows of an expert
     scaled           rows of the embedding are scaled, or logits are
     head_dim, query_heads, kv_heads
@@ -54,6 +55,7 @@ class ShapeFacts:
     sinks: bool = False
     scaled: bool = False
     experts: int = 0
+    pair_bias: bool = False
     ungrouped: bool = False
     head_dim: int = 0
     query_heads: int = 1
@@ -88,7 +90,6 @@ _NOUNS = {
     "cache_elements": "cache elements per layer",
     "cache_bytes": "cache bytes per layer",
     "vocabulary": "vocabulary",
-    "drafts": "drafts that a state keeps",
 }
 _FIELDS = {field.name for field in fields(ShapeFacts)} | {"queries_per_kv_head"}
 assert set(_NOUNS) <= _FIELDS
@@ -177,6 +178,7 @@ plain_logits = (without("scaled", "a divisor of the logits"), without("cap", "a 
 silu_gate = without("gelu", "a gate with GELU")
 stored_values = without("latent", "values that are a part of the keys")
 grouped_rows = without("ungrouped", "experts that norm_route has not chosen")
+shared_bias = without("pair_bias", "biases of each pair of a row and an expert, which adapters of experts make")
 norm_by_head = without("whole_qk_norm", "norms of q and k over all heads at once")
 own_values = without("other_values", "values that are normed, that are the keys, or that another layer has")
 

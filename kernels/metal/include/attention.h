@@ -1,7 +1,7 @@
 // What the attention kernels share: which keys a row sees, where the cache's numbers are, and how parts of a softmax are combined.
 //
 // Constants: H, K, D, S, M, CACHE_TYPE (F16, BF16, F32), SCALE (above 0), WINDOW (0: none), CAP (of scores * SCALE, none if not
-// defined), SINKS (none if not defined; they are not scaled). H % K == 0, D % 16 == 0, D from 32 to 512, of packed caches to 256, S a power of two
+// defined), SINKS (none if not defined; they are not scaled). H % K == 0, D % 16 == 0, D from 32 to 512, S a power of two
 // from 8 to 256. A layer's cache holds less than 2^34 numbers.
 //
 // q and weights are not rounded: float32 is multiplied by the cache's exact values, and all sums are float32. Scores are in units of
@@ -30,7 +30,7 @@ constant constexpr float NO_SCORE = -1e38f;  // the maximum over no keys
 constant constexpr float SCALE_2 = (float)(SCALE * 1.44269504f);
 
 static_assert(H % K == 0, "attention: query heads must be a multiple of key heads");
-static_assert(D % 16 == 0 && D >= 32 && D <= (PACKED_CACHE ? 256 : 512), "attention: D must be a multiple of 16 from 32 to 512, or 256");
+static_assert(D % 16 == 0 && D >= 32 && D <= 512, "attention: D must be a multiple of 16 from 32 to 512");
 static_assert(S >= 8 && S <= 256 && (S & (S - 1)) == 0, "attention: S must be a power of two from 8 to 256");
 
 // The first key that a row at this position sees; the last one is its own.

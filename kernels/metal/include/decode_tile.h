@@ -22,7 +22,7 @@ constant constexpr int OWN_PIECES = PIECES / HALVES;                            
 constant constexpr int KEY_LANES = OWN_PIECES <= 8 ? 8 : POWER_ABOVE(OWN_PIECES);  // of a key
 constant constexpr int EACH = (OWN_PIECES + KEY_LANES - 1) / KEY_LANES * HALVES;   // pieces of a lane
 constant constexpr int SIDES = 32 / KEY_LANES;                                     // keys at the same time
-constant constexpr int MAX_STEPS = EACH > 2 ? 4 / PADDED_ROWS : EACH > 1 ? 4 : 8;
+constant constexpr int MAX_STEPS = EACH > 2 && !PACKED_CACHE ? 4 / PADDED_ROWS : EACH > 1 ? 4 : 8;  // a packed load serves four
 constant constexpr int STEPS = 32 / PADDED_ROWS < MAX_STEPS ? 32 / PADDED_ROWS : MAX_STEPS;
 constant constexpr int KEYS = STEPS * SIDES;                                       // of a tile, at most 32
 constant constexpr int PARTIALS = STEPS * PADDED_ROWS;                             // a lane's parts of scores: at most 32
@@ -64,11 +64,9 @@ INLINE int holder_of(int row, int step) { return row * SHARE + (DUPLICATES > 1 ?
 
 // Piece `each` of a lane. Lanes after the last piece read the last one, and multiply it by zero.
 INLINE int piece_of(thread const Lane &lane, int each) {
-  return HALVES == 2 ? min(lane.along, OWN_PIECES - 1) + each * OWN_PIECES : min(lane.along + each * KEY_LANES, PIECES - 1);
+  return min(lane.along + each / HALVES * KEY_LANES, OWN_PIECES - 1) + each % HALVES * OWN_PIECES;
 }
-INLINE bool has_piece(thread const Lane &lane, int each) {
-  return HALVES == 2 ? lane.along < OWN_PIECES : lane.along + each * KEY_LANES < PIECES;
-}
+INLINE bool has_piece(thread const Lane &lane, int each) { return lane.along + each / HALVES * KEY_LANES < OWN_PIECES; }
 
 #if PACKED_CACHE
 #include "packed_pieces.h"

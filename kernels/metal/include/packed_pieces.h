@@ -1,7 +1,7 @@
 // attention_decode: how a lane loads keys and values of a packed cache. float_pieces.h is the other one; decode_tile.h includes one of them.
 //
 // A unit is a quad (packed_read.h): four keys' numbers of one piece, or in KV_INT4 of two pieces. So a lane has four steps of a load: the
-// steps of four keys next to each other. In KV_INT4 a lane has both pieces of a quad (HALVES 2); where a part has more than four heads,
+// steps of four keys next to each other. In KV_INT4 a lane has both pieces of a quad (HALVES 2), next to each other in its order; where a part has more than four heads,
 // there are no registers for that, and two lanes read the same quad, each for one piece.
 #pragma once
 #include "packed_read.h"
@@ -20,8 +20,8 @@ INLINE uint key_unit(KeyPlace place, int unit) { return key_quad(place) + (uint)
 INLINE uint value_unit(KeyPlace place, int unit) { return value_quad(place) + (uint)unit * VALUE_STRIDE; }
 
 // The word of a lane's load, and which nibbles of its bytes are piece `each`.
-INLINE int word_of(thread const Lane &lane, int load) { return piece_of(lane, load) % WORDS; }
-INLINE int high_of(thread const Lane &lane, int each) { return HALVES == 2 ? each : piece_of(lane, each) / WORDS; }
+INLINE int word_of(thread const Lane &lane, int load) { return piece_of(lane, load * HALVES) % WORDS; }
+INLINE int high_of(thread const Lane &lane, int each) { return HALVES == 2 ? each % 2 : piece_of(lane, each) / WORDS; }
 
 // This lane's units of a group of steps, from the cache (lane i has the place of the tile's key i), or from a tile in threadgroup memory.
 INLINE void load_keys(thread cache_unit (&units)[LOADS], device const cache_unit *cache, KeyPlace place, int group,

@@ -14,10 +14,11 @@ INLINE float key_scale(TileScales scales, int key) { return bf16_pair_to_float(s
 INLINE float value_scale(TileScales scales, int key) { return bf16_pair_to_float(scales.of[key]).y; }
 
 // Keys and values `start` to start + KEYS - 1, rows of PITCH numbers; for those outside of first to end - 1, which have some finite numbers,
-// scales of some that are inside. A thread takes a quad of each side.
+// scales of some that are inside; of values one of HALVES of their columns. A thread takes a quad of each side.
 template <int KEYS, int PITCH, int THREADS>
 INLINE void load_tile(threadgroup tile_number *keys, threadgroup tile_number *values, TileScales scales, device const uint4 *cache,
-                      device const int *table, int head, int, int start, int first, int end, int thread_index) {
+                      device const int *table, int head, int half_index, int start, int first, int end, int thread_index) {
+  constexpr int OWN = D / HALVES, VALUE_PITCH = PITCH - D + OWN;
   for (int i = thread_index; i < KEYS / 4 * WORDS; i += THREADS) {
     const int row = i / WORDS * 4, word = i % WORDS;
     const KeyPlace place = key_place(table, head, clamp(start + row, first, end - 1));
@@ -27,9 +28,10 @@ INLINE void load_tile(threadgroup tile_number *keys, threadgroup tile_number *va
     for (int k = 0; k < 4; k++)
 #pragma unroll
       for (int high = 0; high < NIBBLES; high++) {
-        const int at = (row + k) * PITCH + high * (D / 2) + word * 4;
-        *(threadgroup half4 *)(keys + at) = key_numbers(key_words, k, high);
-        *(threadgroup half4 *)(values + at) = value_numbers(value_words, k, high);
+        const int column = high * (D / 2) + word * 4;
+        *(threadgroup half4 *)(keys + (row + k) * PITCH + column) = key_numbers(key_words, k, high);
+        if (column / OWN == half_index)
+          *(threadgroup half4 *)(values + (row + k) * VALUE_PITCH + column % OWN) = value_numbers(value_words, k, high);
       }
   }
   for (int i = thread_index; i < KEYS; i += THREADS)

@@ -114,6 +114,10 @@ SHAPES = [  # each head dimension divides lanes differently, each group size div
 WIDE = [  # in two halves of values; query heads in parts of two
     with_sinks(Shape(H=6, K=2, D=288, S=8, dtype="F16", window=70, cap=2.0)),
     Shape(H=2, K=1, D=512, S=16, dtype="BF16"),
+    Shape(H=3, K=1, D=512, S=16, dtype="KV_INT4"),
+    Shape(H=2, K=1, D=512, S=16, dtype="KV_INT8", window=70),
+    with_sinks(Shape(H=4, K=2, D=288, S=8, dtype="KV_INT4")),
+    Shape(H=1, K=1, D=352, S=16, dtype="KV_FP8"),
     Shape(H=1, K=1, D=512, S=16),
 ]
 
@@ -125,7 +129,7 @@ def ragged(shape: Shape) -> Case:
 
 @pytest.mark.parametrize(
     "shape",
-    [*SHAPES[::2], *WIDE[:2], *(pytest.param(shape, marks=pytest.mark.long) for shape in (*SHAPES[1::2], *WIDE[2:], *MORE_PACKED))],
+    [*SHAPES[::2], *WIDE[:3], *(pytest.param(shape, marks=pytest.mark.long) for shape in (*SHAPES[1::2], *WIDE[3:], *MORE_PACKED))],
     ids=str,
 )
 def test_ragged_sequences(shape: Shape) -> None:
@@ -173,7 +177,7 @@ def test_partitions_are_merged_in_one_order() -> None:
         np.testing.assert_allclose(out, oracle(case), **TOLERANCE)
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[6], SHAPES[9], SHAPES[11], SHAPES[15], SHAPES[-1], WIDE[0]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[6], SHAPES[9], SHAPES[11], SHAPES[15], SHAPES[-1], WIDE[0], WIDE[2]], ids=str)
 def test_a_second_launch_merges_to_the_same_bits(shape: Shape) -> None:
     """The variant for a Mac on which the waiting of a single launch is not trusted."""
     case = ragged(shape)

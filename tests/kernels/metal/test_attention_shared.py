@@ -61,6 +61,7 @@ SHAPES = [
 ]
 MORE_SHAPES = [
     (Shape(H=3, K=1, D=512, dtype="BF16"), 8),
+    (Shape(H=3, K=1, D=512, dtype="KV_INT4"), 8),
     (Shape(H=8, K=1, D=64, dtype="KV_INT8"), 8),
     (Shape(H=2, K=1, D=256, dtype="KV_INT8"), 6),
     (Shape(H=8, K=1, D=64, S=32, dtype="KV_INT4"), 8),

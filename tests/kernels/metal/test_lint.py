@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.emulator.emulate import check_bounds
+from tests.emulator.emulate import declared
 from tests.emulator.metal import check_record
 from tests.emulator.metal_lint import lint
 from tests.kernels.metal.samples import samples
@@ -24,5 +24,6 @@ def test_a_kernel_is_metal(name: str) -> None:
     check_record(kernel, text)
     threads = kernel.block if isinstance(kernel.block, int) else kernel.block[0] * kernel.block[1] * kernel.block[2]
     assert lint(text, threads) == []
-    check_bounds(text, {kernel.stem: threads})  # a larger bound takes registers from the kernel, a smaller one refuses the launch
+    bounds, _ = declared(text)
+    assert bounds == {kernel.stem: threads}  # a larger bound takes registers from the kernel, a smaller one refuses the launch
     assert threads % 32 == 0 and kernel.shared == 0 and min(kernel.grid) > 0

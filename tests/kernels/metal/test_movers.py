@@ -65,9 +65,10 @@ def test_kv_append_writes_what_the_cpus_does(cache: str) -> None:
     np.testing.assert_array_equal(pools[0].view(np.uint8), pools[1].view(np.uint8))
 
 
+@pytest.mark.parametrize("D", [48, 512])
 @pytest.mark.parametrize("cache", KV_FORMATS)
-def test_kv_append_packs_as_the_definition(cache: str) -> None:
-    P, K, S, D, T, slots = 3, 3, 8, 48, 5, [9, 0, 23, 7]
+def test_kv_append_packs_as_the_definition(cache: str, D: int) -> None:
+    P, K, S, T, slots = 3, 3, 8, 5, [9, 0, 23, 7]
     k, v = numbers(T, K, D, seed=1), numbers(T, K, D, seed=2)
     k[0, 0, 3], k[1, 1], v[2, 0, 5], v[3, 2, 0] = np.nan, 0, -np.inf, 1e6
     v[0, 1] = np.r_[127, np.arange(D - 1) + 0.5]  # halfway between whole numbers

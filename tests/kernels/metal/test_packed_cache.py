@@ -13,7 +13,7 @@ import pytest
 from tests.emulator import emulate as emulator
 from tests.kernels.metal.test_attention import TOLERANCE, decode, prefill
 from tests.kernels.metal.test_attention_shared import decode_shared
-from tests.kernels.metal.test_movers import test_kv_append_packs_as_the_definition as check_bytes
+from tests.kernels.metal.test_movers import test_kv_append_packs_as_the_definition as check_append
 from tests.kernels.test_attention import Shape, make, oracle
 from tinyvllm.quant.kv import KV_FORMATS
 
@@ -41,6 +41,10 @@ def test_shared_blocks_are_read_once_with_their_scales() -> None:
     read: list[int] = []
     decode_shared(case, case.shared, read=read)
     assert read[3] == (128 + 8 * 16) * 2 * (128 + 2)
+
+
+def check_bytes(dtype: str) -> None:
+    check_append(dtype, 48)
 
 
 def check_decode(dtype: str) -> None:

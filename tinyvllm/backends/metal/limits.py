@@ -7,7 +7,6 @@ from tinyvllm.backends.limits import (
     ShapeFacts,
     at_most,
     between,
-    cache_formats,
     less_than,
     matrices,
     multiple_of,
@@ -19,6 +18,7 @@ from tinyvllm.backends.limits import (
     plain_rows,
     power_of_two,
     rms_norm_only,
+    shared_bias,
     silu_gate,
     stored_values,
 )
@@ -34,11 +34,11 @@ def _columns(facts: ShapeFacts) -> int:
 
 
 def wide_heads(facts: ShapeFacts) -> str | None:
-    """Heads above 256 features have two halves of values, which packed caches do not divide so."""
-    return None if facts.head_dim <= 256 else _WIDE(facts) or _PLAIN_CACHES(facts)
+    """Heads above 256 features have two halves of values."""
+    return None if facts.head_dim <= 256 else _WIDE(facts)
 
 
-_WIDE, _PLAIN_CACHES = multiple_of("head_dim", 32), cache_formats("F16", "BF16", "F32")
+_WIDE = multiple_of("head_dim", 32)
 _INPUTS = multiple_of("inputs", _columns)
 _HEADS = multiple_of("head_dim", 16)
 _EXPERTS = at_most("experts", 1024)  # a thread counts the rows of each
@@ -59,10 +59,10 @@ LIMITS: Limits = {
     "attention_prefill": (*_ATTENTION, stored_values),
     "matmul": (*plain_outputs, _INPUTS, matrices(1, "several are multiplied only together with their norm")),
     "lora_bias": (multiple_of("inputs", WIDTH), multiple_of("outputs", 16), no_layer_norm),
-    "gated_delta": (_HEADS, at_most("head_dim", MAX_KEY_DIM), multiple_of("outputs", 16), at_most("drafts", 0)),
+    "gated_delta": (_HEADS, at_most("head_dim", MAX_KEY_DIM), multiple_of("outputs", 16)),
     "norm_gate_up_silu": (silu_gate, _INPUTS, matrices(2, "gate and up"), rms_norm_only),
     "norm_route": (_INPUTS, _EXPERTS, no_layer_norm),
-    "experts_gate_up_silu": (_INPUTS, matrices(2, "gate and up"), _EXPERTS, rms_norm_only),
+    "experts_gate_up_silu": (_INPUTS, matrices(2, "gate and up"), _EXPERTS, rms_norm_only, shared_bias),
     "experts_down": (multiple_of("outputs", 4), _INPUTS, matrices(1, "down of all experts"), _EXPERTS),
     "norm_head": (*plain_logits, _INPUTS, rms_norm_only),
     "advance": (),
