@@ -21,6 +21,8 @@ from tinyvllm.speculative import SpeculativeConfig, parse
         ({"method": "ngram", "num_speculative_tokens": 4}, SpeculativeConfig("ngram", num_speculative_tokens=4)),
         ('{"method": "suffix", "model": null, "draft_tensor_parallel_size": 1}', SpeculativeConfig("suffix")),
         ({"method": "eagle3", "model": "heads"}, SpeculativeConfig("eagle3", "heads")),
+        ({"method": "qwen3_next_mtp", "num_speculative_tokens": 2}, SpeculativeConfig("mtp", num_speculative_tokens=2)),
+        ("qwen3_5_mtp", SpeculativeConfig("mtp")),
     ],
 )
 def test_spellings(tmp_path, value, expected):

@@ -15,6 +15,7 @@ KV_HEADS = ("eagle", "eagle3", "mtp")  # of HEADS: keep keys and values of their
 METHODS = ("ngram", "suffix", "draft_model", *HEADS)
 LOOKUPS = ("ngram", "suffix", "medusa_lite", "eagle_lite")  # need no model
 OWN_HEADS = ("mtp",)  # in the target's own checkpoint; "model" may still name another
+VLLM_NAMES = dict.fromkeys(("qwen3_next_mtp", "qwen3_5_mtp", "mimo_mtp"), "mtp")  # vLLM's older names of methods, in model cards
 CONTROLLERS = ("adaptive", "window", "fixed")
 OFF = ("off", "none", "")
 MAX_DRAFTS = 32  # of a sequence in a step
@@ -145,6 +146,7 @@ def _from_text(text: str) -> object:
     if word == "auto":
         return AUTO
     if not word.startswith("{"):
+        word = VLLM_NAMES.get(word, word)
         _check_choice("method", word, METHODS)
         return SpeculativeConfig(word)
     if len(text) > MAX_TEXT:
@@ -169,4 +171,6 @@ def _from_fields(given: Mapping[Any, Any]) -> SpeculativeConfig:
             values[name] = value
     if "method" not in values:
         raise ArgumentError(f"speculative_config: method is missing; give one of {', '.join(METHODS)}")
+    if isinstance(values["method"], str):
+        values["method"] = VLLM_NAMES.get(values["method"], values["method"])
     return SpeculativeConfig(**values)

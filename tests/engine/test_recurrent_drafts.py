@@ -30,9 +30,9 @@ DRAFTERS = {
 FAST = [("ngram", 1), ("suffix", 3), ("draft", 3)]
 
 
-def open_llm(**options: Any) -> LLM:
+def open_llm(model: Path = MODEL, **options: Any) -> LLM:
     return LLM(
-        str(MODEL),
+        str(model),
         **dict(device="CPU", dtype="float32", max_model_len=160, skip_tokenizer_init=True, max_num_seqs=4, num_blocks=14) | options,
     )
 

@@ -257,6 +257,19 @@ class EagleHeads:
     tokens: np.ndarray | None  # of the draft vocabulary
     dtype: DType  # of keys and values
 
+    @property
+    def method(self) -> str:
+        return self.config.method
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        return self.config.state_layers
+
+    @property
+    def shape(self) -> ModelConfig:
+        """The shape of the layer."""
+        return self.config.layer
+
     def combine(self, states: Tensor, count: Tensor) -> Tensor:
         """What the layer reads of the target's states float32 [T, n E_t], the first `count` [1] counting: [T, E]; EAGLE-1: the states."""
         c = self.config

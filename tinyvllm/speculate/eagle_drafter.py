@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence as Row
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 from tinygrad import Tensor, UOp
 from tinygrad.dtype import DType
 
-from tinyvllm.batch import NO_SLOT, Batch
+from tinyvllm.batch import NO_SLOT, Batch, LayerCache
 from tinyvllm.bridge import Captured, copied
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.rope import rope_table
@@ -34,7 +34,6 @@ from tinyvllm.runner.prepare import Shape, StepInputs, decode_bucket, shape_of
 from tinyvllm.runner.runner import Runner
 from tinyvllm.sampling.parameters import SamplingFlags
 from tinyvllm.scheduler import Scheduled
-from tinyvllm.speculate.eagle import EagleHeads
 from tinyvllm.speculate.last_states import Guessing, LastStates
 from tinyvllm.speculate.picks import DraftVocabulary, Guesses, Picks
 from tinyvllm.speculate.protocol import StateRows
@@ -59,6 +58,33 @@ def eagle_memory(layer: ModelConfig, block_size: int, dtype: DType, max_drafts: 
     """What the heads' cache takes."""
     nbytes = entry_shape(layer, block_size, dtype).nbytes
     return DrafterMemory(0, nbytes, nbytes * (own_blocks(max_drafts, block_size) * decode_bucket(max_num_seqs) + 1))
+
+
+class LayerHeads(Protocol):
+    """Loaded heads of one decoder layer, which reads the target's states and then its own: `EagleHeads`, `GatedMtpHeads`."""
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def state_layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def shape(self) -> ModelConfig: ...
+
+    @property
+    def dtype(self) -> DType: ...
+
+    @property
+    def tokens(self) -> np.ndarray | None: ...
+
+    def combine(self, states: Tensor, count: Tensor) -> Tensor: ...
+
+    def layer(self, tokens: Tensor, hidden: Tensor, batch: Batch, cache: LayerCache, angles: Tensor) -> Tensor: ...
+
+    def feed(self, state: Tensor) -> Tensor: ...
+
+    def logits(self, states: Tensor, rows: Tensor, count: Tensor) -> tuple[Tensor, Tensor | None]: ...
 
 
 @dataclass(frozen=True)
@@ -105,12 +131,12 @@ class _Extend:
 class EagleDrafter(LastStates):
     """Drafts by EAGLE-1, 2 or 3 heads, or by the model's own MTP layer."""
 
-    def __init__(self, runner: Runner, heads: EagleHeads, max_drafts: int):
-        self.method = heads.config.method
+    def __init__(self, runner: Runner, heads: LayerHeads, max_drafts: int):
+        self.method = heads.method
         super().__init__(max_drafts, runner.max_num_seqs)
-        self.state_layers = heads.config.state_layers
+        self.state_layers = heads.state_layers
         self._heads, self._device, self._vocab_size = heads, runner.device, runner.config.vocab_size
-        S, c = runner.pool.block_size, heads.config.layer
+        S, c = runner.pool.block_size, heads.shape
         self._own = own_blocks(self.max_drafts, S)
         self._first_own = runner.pool.num_blocks
         blocks = self._first_own + self._own * decode_bucket(runner.max_num_seqs)
@@ -234,7 +260,7 @@ class EagleDrafter(LastStates):
 class _Chain:
     """The captured chain of K guesses for B rows, with its inputs: for each further guess the place of its entry."""
 
-    def __init__(self, heads: EagleHeads, pool: KVPool, rope: Tensor, width: int, picks: Picks, batch: Guessing):
+    def __init__(self, heads: LayerHeads, pool: KVPool, rope: Tensor, width: int, picks: Picks, batch: Guessing):
         self._heads, self._pool, self._rope, self._picks = heads, pool, rope, picks
         B, K = batch.bucket, batch.K
         self._K, self._guesses = K, Guesses(K, B, pool.device)

@@ -1,4 +1,4 @@
-"""Multi-token prediction: the layer for drafts that a checkpoint has after the model's own, method "mtp".
+"""Multi-token prediction of MiMo: the layer for drafts that a checkpoint has after the model's own, method "mtp".
 
 MiMo-7B (Xiaomi 2025, arXiv:2505.07608), `model.mtp_layers.0.*`: x = input_proj(concat(hidden_layernorm(state), token_layernorm(embedding)))
 with the residual stream after the model's last layer, before its final norm; then a decoder layer of the model's own kind; then
@@ -37,7 +37,7 @@ def mtp_file(checkpoint: Checkpoint) -> HeadFile:
     if len(layers) != 1:
         raise ModelError(
             f"{SPEAKER}: method mtp needs one layer model.mtp_layers.0.* in the model's checkpoint, {checkpoint.path} has {len(layers)}; "
-            "of the supported families MiMo has one"
+            "of the supported families MiMo, Qwen3-Next, 3.5 and 3.6 have one"
         )
     return HeadFile(replace(checkpoint, tensors=tensors), Fields(checkpoint.config))
 

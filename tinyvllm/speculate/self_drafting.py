@@ -7,17 +7,19 @@ from pathlib import Path
 
 from tinyvllm.config.engine import EngineConfig
 from tinyvllm.errors import ArgumentError
+from tinyvllm.models.config import ModelConfig
 from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory
 from tinyvllm.runner.opened import OpenedModel
 from tinyvllm.runner.runner import Runner
 from tinyvllm.speculate.eagle import EagleConfig, eagle_recipes, load_eagle, read_eagle, read_eagle3
 from tinyvllm.speculate.eagle_drafter import EagleDrafter, eagle_memory
 from tinyvllm.speculate.eagle_lite import EagleLiteDrafter
+from tinyvllm.speculate.gated_mtp import gated_mtp_file, load_gated_mtp, read_gated_mtp
 from tinyvllm.speculate.head_files import SPEAKER, HeadFile, Target, head_dtype, open_heads
 from tinyvllm.speculate.medusa import MedusaDrafter, MedusaLiteDrafter, load_medusa, medusa_recipes
 from tinyvllm.speculate.mtp import mtp_file, read_mtp
 from tinyvllm.speculate.protocol import StateDrafter
-from tinyvllm.weights.checkpoint import open_checkpoint
+from tinyvllm.weights.checkpoint import Checkpoint, open_checkpoint
 
 LOADED = ("medusa", "eagle", "eagle3", "mtp")
 UNTRAINED = ("medusa_lite", "eagle_lite")
@@ -39,7 +41,9 @@ def self_drafter(method: str, heads: Path | None, runner: Runner, max_drafts: in
     if method not in LOADED:
         raise ArgumentError(f"{SPEAKER}: no self-drafting method {method!r}; there are {', '.join((*LOADED, *UNTRAINED))}")
     if method == "mtp":
-        file = mtp_file(runner.checkpoint if heads is None else open_checkpoint(heads))
+        file = _mtp_file(runner.checkpoint if heads is None else open_checkpoint(heads), runner.config)
+        if runner.config.delta is not None:
+            return EagleDrafter(runner, load_gated_mtp(file, runner, format), count)
         return EagleDrafter(runner, load_eagle(file, runner, read_mtp(file, runner.config), format), count)
     if heads is None:
         raise ArgumentError(f"{SPEAKER}: the method {method} needs the folder of its heads; give it as model")
@@ -56,18 +60,33 @@ def heads_memory(
     """What the heads of a method will take in an engine with the target `opened`. Errors as `self_drafter`; nothing is loaded."""
     if method not in LOADED or (heads is None and method != "mtp"):
         return NO_DRAFTER
-    target = Target.of(opened.config)
-    file = open_heads(heads) if heads is not None and method != "mtp" else mtp_file(open_checkpoint(heads) if heads else opened.checkpoint)
+    target, file = Target.of(opened.config), _head_file(method, heads, opened)
     plan = replace(opened.plan, dtype=head_dtype(file), format=format, imatrix=None)  # as load_head_products has it
     if method == "medusa":
         return DrafterMemory(plan.needed_bytes(medusa_recipes(file, target)[1], file.checkpoint))
-    config = read_mtp(file, opened.config) if method == "mtp" else eagle_config(file, method, target)
-    recipes = eagle_recipes(file, config, target)
+    if method == "mtp" and opened.config.delta is not None:
+        layer, _, recipes = read_gated_mtp(file, opened.config)
+    else:
+        config = read_mtp(file, opened.config) if method == "mtp" else eagle_config(file, method, target)
+        layer, recipes = config.layer, eagle_recipes(file, config, target)
     tables = [recipe for recipe in recipes if recipe.name == "embed_tokens.weight"]  # no product: not packed
     weights = plan.needed_bytes([recipe for recipe in recipes if recipe not in tables], file.checkpoint)
     weights += replace(plan, format=None).needed_bytes(tables, file.checkpoint)
-    cache = eagle_memory(config.layer, engine.block_size, plan.dtype, max_drafts or DEFAULT_DRAFTS, engine.max_num_seqs)
+    cache = eagle_memory(layer, engine.block_size, plan.dtype, max_drafts or DEFAULT_DRAFTS, engine.max_num_seqs)
     return replace(cache, weights=weights)
+
+
+def _head_file(method: str, heads: Path | None, opened: OpenedModel) -> HeadFile:
+    """The heads of a method of LOADED: of their folder, or those in the target's own checkpoint."""
+    if method != "mtp":
+        assert heads is not None, "the other methods have a folder"
+        return open_heads(heads)
+    return _mtp_file(opened.checkpoint if heads is None else open_checkpoint(heads), opened.config)
+
+
+def _mtp_file(checkpoint: Checkpoint, model: ModelConfig) -> HeadFile:
+    """The layer for drafts of a model's kind."""
+    return mtp_file(checkpoint) if model.delta is None else gated_mtp_file(checkpoint, model)
 
 
 def eagle_config(file: HeadFile, method: str, target: Target) -> EagleConfig:
