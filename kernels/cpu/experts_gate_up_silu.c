@@ -6,14 +6,16 @@
 //   x         [T, E] float32
 //   norm      [E] float32       RMS norm's weights; EPS inside the root; not if NORM == NO_NORM
 //   weight    panels (format.h) of gate of all experts [X F, E], then of up [X F, E]; of one of the two if HALF (gate_up.h) is GATE or UP
-//   bias      [2 X F] float32, gate's of all experts first, if BIAS
+//   bias      [2 X F] float32, gate's of all experts first, if BIAS; with BIAS_PITCH = 2 F [T C, 2 F], a pair's own (lora_bias.c)
 //   order, tasks                experts.h
 //   rows      [1] int32         how many rows of x there are, 0 to T; the pairs of further rows are unchanged
 //
 // E % 32 == 0, F % 16 == 0. A pair has the bits that norm_gate_up_silu gives its row with the expert's matrices.
 // A row to prepare is a unit of work, then a task with a run of pairs of panels.
 #define I E
+#ifndef BIAS_PITCH
 #define UP_BIAS (X * F)
+#endif
 #ifndef BIAS
 #define BIAS 0
 #endif
@@ -43,11 +45,12 @@ static void experts_gate_up_silu(float *out, void *scratch, const float *x, NORM
     const uint8_t *gate = gates + expert, *up = ups + expert, *next_panel = gates + (next_expert + 2 * (likely % runs * run)) * PANEL;
     for (int at = task.first, tokens; at < task.end; at += tokens) {
       float *outs[MAX_TOKENS];
+      const float *biases[MAX_TOKENS];
       tokens = tile_tokens(task.end - at);
       for (int r = 0; r < tokens; r++) outs[r] = out + (long)order[at + r] * F;
+      for (int r = 0; BIAS && r < tokens; r++) biases[r] = bias + (BIAS_PITCH ? (long)order[at + r] * BIAS_PITCH : (long)task.expert * F);
       const uint8_t *next = at + tokens < task.end ? gate + 2 * first * PANEL : next_panel;
-      gate_up_tile(gate, up, first, end, next, gathered(prepared, order + at, tokens, C, area), tokens, outs,
-                   bias + (BIAS ? (long)task.expert * F : 0));
+      gate_up_tile(gate, up, first, end, next, gathered(prepared, order + at, tokens, C, area), tokens, outs, biases);
     }
   }
 }

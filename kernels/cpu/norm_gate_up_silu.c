@@ -38,10 +38,12 @@ static void norm_gate_up_silu(float *out, void *scratch, const float *x, NORM_AR
     const uint8_t *next_panel = gate + 2 * (likely_unit(team, unit, ahead, units) / pieces * run) * PANEL;
     for (int t = from, tokens; t < to; t += tokens) {
       float *outs[MAX_TOKENS];
+      const float *biases[MAX_TOKENS];
       tokens = tile_tokens(to - t);
       for (int r = 0; r < tokens; r++) outs[r] = out + (long)(t + r) * F;
+      for (int r = 0; BIAS && r < tokens; r++) biases[r] = bias + (long)(t + r) * BIAS_PITCH;
       const uint8_t *next = t + tokens < to ? gate + 2 * first * PANEL : next_panel;
-      gate_up_tile(gate, up, first, end, next, prepared + t * PREPARED, tokens, outs, BIAS ? bias + (long)t * BIAS_PITCH : 0);
+      gate_up_tile(gate, up, first, end, next, prepared + t * PREPARED, tokens, outs, biases);
     }
   }
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from tests.tiny.adapters import ATTENTION, MLP, merge, write_adapter
 from tinyvllm import LLM, LoRARequest, SamplingParams
-from tinyvllm.errors import ArgumentError, TinyvllmError
+from tinyvllm.errors import ArgumentError, ModelError, TinyvllmError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SMALL = {"max_model_len": 128, "max_num_seqs": 8, "num_blocks": 64, "device": "CPU", "speculative_config": "off"}
@@ -160,6 +162,56 @@ def test_adapters_on_other_engines(options, tiny_model, adapters):
         alone = [ids(llm.generate(prompt, GREEDY, lora_request=one))[0] for prompt, one in zip(PROMPTS, lora, strict=True)]
         assert ids(llm.generate(PROMPTS, GREEDY, lora_request=lora)) == alone
         assert [alone[0], alone[3]] == [plain[0], plain[3]] and alone[1] != plain[1]
+
+
+@functools.cache
+def answers_of_ranks(tiny_model, adapters, quantization, tensor, stages):
+    """Tokens and log-probabilities with all their bits, before and after other adapters are loaded; requests are greedy and drawn."""
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages, "quantization": quantization, "max_num_batched_tokens": 32}
+    params = [SamplingParams(temperature=heat, seed=5, max_tokens=12, ignore_eos=True, logprobs=2) for heat in (0.0, 0.9, 0.0, 0.9)]
+    found = []
+    with LLM(tiny_model, enable_lora=True, max_loras=2, **SMALL | sizes) as llm:
+        for names in (["first", None, "second", "first"], ["third", "second", None, "third"]):
+            lora = [None if name is None else request(adapters, name) for name in names]
+            found.append([(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in llm.generate(PROMPTS, params, lora_request=lora)])
+        if stages > 1:
+            runner, read = llm.engine.runner, llm.engine.adapters.read
+            with pytest.raises(ModelError, match="second' have changed while they were loaded"):
+                runner.place_adapter(1, read(str(adapters / "first")), str(adapters / "second"))
+            assert len(ids(llm.generate(PROMPTS[:1], GREEDY))[0]) == 12, "the engine continues"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("quantization", "tensor", "stages"),
+    [("q8_0", 2, 2), *(pytest.param(*case, marks=pytest.mark.long) for case in ((None, 2, 1), ("q4_0", 4, 1), (None, 1, 2)))],
+)
+def test_ranks_have_the_bits_of_one_process(quantization, tensor, stages, tiny_model, adapters):
+    """Each rank has a part of A or of B, and each stage the adapters of its layers."""
+    if not (adapters / "third").exists():
+        write_adapter(adapters / "third", tiny_model, rank=7, seed=3)
+    expected = answers_of_ranks(tiny_model, adapters, quantization, 1, 1)
+    assert expected[0][0] != expected[1][0] and expected[0][2] != expected[1][2]
+    assert answers_of_ranks(tiny_model, adapters, quantization, tensor, stages) == expected
+
+
+@pytest.mark.long
+def test_an_adapter_is_loaded_while_steps_are_in_flight(tiny_model, adapters):
+    """Ranks of the last stage answer, although rank 0 does not run the step that they are to run next."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with LLM(tiny_model, **SMALL) as llm:
+        expected = ids(llm.generate(PROMPTS[:3], params))
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    with LLM(tiny_model, enable_lora=True, max_loras=2, **SMALL | sizes) as llm:
+        for number, prompt in enumerate(PROMPTS[:3]):
+            llm.engine.add(f"{number}", prompt["prompt_token_ids"], params)
+        finished = {}
+        for turn in range(200):
+            finished |= {one.request_id: one for one in llm.engine.step() if one.finished}
+            if name := {5: "first", 9: "second"}.get(turn):
+                assert llm.engine.loop.in_flight
+                llm.engine.adapters.load(name, str(adapters / name))
+    assert ids([finished[f"{number}"] for number in range(3)]) == expected
 
 
 def test_a_recording_names_the_adapters_of_requests(tiny_model, adapters, tmp_path):

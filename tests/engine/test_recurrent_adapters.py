@@ -11,6 +11,7 @@ from tests.tiny.adapters import merge, write_adapter
 from tests.tiny.delta import write_delta_model
 from tinyvllm import LLM, LoRARequest, SamplingParams
 from tinyvllm.backends import registry
+from tinyvllm.errors import ModelError
 
 PROMPTS = [[(7 * i * i + 3 * n) % 250 + 3 for i in range(length)] for n, length in enumerate((37, 5, 64, 21))]
 SCORED = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
@@ -109,3 +110,12 @@ def test_adapters_on_other_engines(options, model, mixed, alone):
     assert answers(llm, [*PROMPTS, *PROMPTS], [*mixed, *mixed]) == [*own, *own]
     assert own == alone or not options.keys() & {"speculative_config", "num_scheduler_steps", "num_blocks"}
     assert llm.engine.metrics.recomputed > 0 or "num_blocks" not in options
+
+
+@pytest.mark.long
+def test_stages_have_the_bits_of_one_process(model, adapters, mixed, alone):
+    """Of ranks that divide heads, sixteen of values are too few for the kernels of adapters."""
+    with open_llm(model, pipeline_parallel_size=2, speculative_config="off") as llm:
+        assert answers(llm, PROMPTS, mixed) == alone
+    with pytest.raises(ModelError, match="blk.0.attn_qkv.weight has 8 outputs in each of 2 ranks, and kernels of adapters take sixteens"):
+        open_llm(model, tensor_parallel_size=2)

@@ -6,6 +6,7 @@ that it is merged into, from safetensors and from GGUF.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,8 +31,8 @@ def answers(llm: LLM, request: LoRARequest | None = None) -> list[dict[int, floa
     return [{token: p.logprob for token, p in step.items()} for output in outputs for step in output.outputs[0].logprobs or []]
 
 
-def check(model: Path, merged: Path, adapter: str) -> None:
-    llm = open_model(model, enable_lora=True)
+def check(model: Path, merged: Path, adapter: str, **options: Any) -> None:
+    llm = open_model(model, enable_lora=True, **options)
     plain, got = answers(llm), answers(llm, LoRARequest("one", lora_path=adapter))
     wanted = answers(open_model(merged))
     assert got == [pytest.approx(each, abs=2e-3) for each in wanted] and [*map(list, got)] != [*map(list, plain)]

@@ -176,6 +176,19 @@ def test_other_layouts_of_experts_in_gguf(name: str, kind: str, layout: Callable
     assert greedy(other, golden) == greedy(usual, golden) and (kind != "F32" or greedy(other, golden) == [each.tokens for each in golden])
 
 
+def test_norms_and_convolutions_as_mlx_writes_them(tmp_path: Path) -> None:
+    """Norms' weights whole, as no other file of the family has them, and channels of convolutions last."""
+    tensors = read_folder(GOLDEN / "qwen3.5")
+    for name, value in tensors.items():
+        if name.endswith("conv1d.weight"):
+            tensors[name] = np.ascontiguousarray(np.moveaxis(value, 2, 1))
+        elif name.endswith("norm.weight") and "linear_attn" not in name:
+            tensors[name] = value + 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(GOLDEN / "qwen3.5" / "config.json", tmp_path)
+    check(tmp_path, "qwen3.5")
+
+
 @pytest.mark.long
 def test_experts_of_a_layer_in_one_tensor(tmp_path: Path) -> None:
     """As Qwen3.5 is published, with a layer for drafts, which is not read."""

@@ -107,10 +107,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("K", "window"), [(2, 0), (4, 5)], ids=["6 of 2", "4 of 4 in a window"])
-@pytest.mark.parametrize("variant", ["ref", VARIANTS[0]])
-@pytest.mark.parametrize("case", CASES)
-def test_against_numpy(monkeypatch, case, variant, window, K):
+GROUPS = {"6 of 2": (2, 0), "4 of 4 in a window": (4, 5)}
+# each case is a program of its own of the reference, which has one of the groups in turn
+BY_REFERENCE = [(case, "ref", list(GROUPS)[i % 2]) for i, case in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(("case", "variant", "group"), [*((case, VARIANTS[0], group) for case in CASES for group in GROUPS), *BY_REFERENCE])
+def test_against_numpy(monkeypatch, case, variant, group):
+    K, window = GROUPS[group]
     force(monkeypatch, variant, variant)
     step = Step(*CASES[case], K)
     np.testing.assert_allclose(step.attend(window), step.expected(window), atol=2e-6)
@@ -196,10 +200,14 @@ def test_other_variants_and_one_half_by_the_reference(monkeypatch, decode, prefi
     assert {choice.stem: choice.variant for choice in registry.choices()} == {"attention_decode": decode, "attention_prefill": prefill}
 
 
-@pytest.mark.parametrize("variant", ["ref", VARIANTS[0]])
-@pytest.mark.parametrize("D", [16, 32, 48])  # a row of half a cache line, of one, of one and a half
-@pytest.mark.parametrize("dtype", [dtypes.float16, dtypes.bfloat16], ids=["float16", "bfloat16"])
-def test_half_caches_are_read_as_they_are(monkeypatch, dtype, D, variant):
+HALVES = {"float16": dtypes.float16, "bfloat16": dtypes.bfloat16}
+# D: a row of half a cache line, of one, of one and a half; the reference has one type for each
+OF_HALVES = [(name, D, VARIANTS[0]) for name in HALVES for D in (16, 32, 48)] + [("float16", 16, "ref"), ("bfloat16", 48, "ref")]
+
+
+@pytest.mark.parametrize(("name", "D", "variant"), OF_HALVES)
+def test_half_caches_are_read_as_they_are(monkeypatch, name, D, variant):
+    dtype = HALVES[name]
     monkeypatch.setenv("TINYVLLM_KERNELS", f"all={variant}")
     step = Step([30], [(5, 11)], 2, D)
     np.testing.assert_allclose(step.attend(dtype=dtype), step.expected(dtype=dtype), atol=2e-6)

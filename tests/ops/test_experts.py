@@ -172,6 +172,26 @@ def test_biases_and_a_clamped_gate(monkeypatch, variant):
     np.testing.assert_allclose(by_kernel(monkeypatch, "experts_down", variant, second), want, atol=1e-4)
 
 
+@pytest.mark.parametrize("format", ["F32", "Q8_0+BF16"])
+def test_biases_of_pairs(monkeypatch, format):
+    """Which adapters make: those of experts, given to each pair, give the same bits, and a bias of -0 changes none."""
+    x, routing = routed(96)
+    parts = [packed(each, X * 48, 96, seed=n) for n, each in enumerate(format.split("+"))]
+    weight = MixedWeight(tuple(parts)) if len(parts) > 1 else packed(format, 2 * X * 48, 96)
+    biases = numbers(2, X, 48, seed=5)
+    own = np.ascontiguousarray(biases[:, routing.chosen.numpy()].transpose(1, 2, 0, 3).reshape(T * C, 96))
+
+    def op(bias: np.ndarray | None) -> np.ndarray:
+        given = None if bias is None else realized(bias)
+        return experts_gate_up_silu(x, norm(96), weight, routing, int32(T), X, bias=given).numpy()
+
+    for bias, same in ((own, biases.reshape(-1)), (np.full_like(own, -0.0), None)):
+        got, want = (by_kernel(monkeypatch, "experts_gate_up_silu", VARIANTS[0], lambda each=each: op(each)) for each in (bias, same))
+        np.testing.assert_array_equal(got.view(np.int32), want.view(np.int32))
+        reference = by_kernel(monkeypatch, "experts_gate_up_silu", "ref", lambda each=bias: op(each))
+        np.testing.assert_allclose(got, reference, atol=TOLERANCE["Q8_0" if "+" in format else format])
+
+
 def test_gate_and_up_of_experts_in_two_formats(monkeypatch):
     x, routing = routed(96)
     weight = MixedWeight((packed("Q8_0", X * 48, 96), packed("BF16", X * 48, 96, seed=1)))

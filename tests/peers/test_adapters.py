@@ -15,6 +15,13 @@ peft = pytest.importorskip("peft", reason="peft is installed by `make test-peers
 from tests.models.test_parity import GOLDEN, open_model  # noqa: E402
 from tinyvllm import LoRARequest, SamplingParams  # noqa: E402
 
+_EXPERTS: dict[str, Any] = {  # of which PEFT has no dropout
+    "r": 3,
+    "lora_alpha": 6,
+    "lora_dropout": 0.0,
+    "target_modules": ["q_proj", "o_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "llama2": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
     "qwen2": {"r": 6, "lora_alpha": 3, "use_rslora": True, "target_modules": ["q_proj", "v_proj", "down_proj"]},
@@ -30,6 +37,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3.5": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
     "qwen3next": {"r": 4, "lora_alpha": 8, "target_modules": r".*\.(in_proj_qkvz|in_proj_ba|out_proj|q_proj)"},
     "gemma4": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+    "deepseek2": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
+    "deepseek3": {"r": 4, "lora_alpha": 8, "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
+    "qwen3moe": _EXPERTS,
+    "gpt-oss": _EXPERTS,
+    "mixtral": _EXPERTS | {"target_modules": None},
+    "granitemoe": _EXPERTS | {"target_parameters": ["experts.down_proj"], "target_modules": []},
     "gemma4moe": {"r": 4, "lora_alpha": 8, "target_modules": r".*\.(self_attn\.[qkv]_proj|mlp\.(gate|down)_proj)"},
 }
 STEPS = 12
@@ -40,7 +53,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transform
 def test_an_adapter_gives_what_peft_computes(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = transformers.AutoModelForCausalLM.from_pretrained(GOLDEN / name, dtype=torch.float32)
-    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.1, **SETTINGS[name])).eval()
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **{"lora_dropout": 0.1} | SETTINGS[name])).eval()
     with torch.no_grad():
         for key, tensor in model.named_parameters():
             if "lora_B" in key:
@@ -54,7 +67,7 @@ def test_an_adapter_gives_what_peft_computes(name: str, tmp_path: Path) -> None:
             ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
         logprobs = model(ids).logits.float().log_softmax(-1)[0].numpy()
     tokens = ids[0].tolist()
-    llm = open_model(GOLDEN / name, enable_lora=True)
+    llm = open_model(GOLDEN / name, enable_lora=True, lora_experts="target_parameters" in SETTINGS[name])
     params = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     (output,) = llm.generate({"prompt_token_ids": prompt}, params, lora_request=LoRARequest("peft", lora_path=str(tmp_path)))
     assert list(output.outputs[0].token_ids) == tokens[len(prompt) :]

@@ -32,6 +32,9 @@ WHOLES: dict[str, dict[str, Any]] = {
     "Gemma4Unified": _GEMMA4,
     "Qwen2_5_VL": _TEXT | {"head_dim": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}},
     "Qwen3VL": _TEXT | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2]}},
+    "Qwen3VLMoe": _TEXT
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2]}}
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "Mistral3": _TEXT | {"model_type": "ministral3"},
     "Qwen3_5": _TEXT | _LINEAR,
     "Qwen3_5Moe": _TEXT | _LINEAR | _EXPERTS,

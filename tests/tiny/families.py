@@ -357,3 +357,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3moe-mixed": _family("Qwen3Moe", _llama(head_dim=16, num_experts=4, norm_topk_prob=False, mlp_only_layers=[0], **_MOE)),
 }
+
+# Those of them that another one has with other angles or limits: ranks and stages divide both in the same way.
+SAME_DIVISION = frozenset(("llama3", "llama3.1", "llama-linear", "llama-yarn", "gpt-oss-clamped"))

@@ -28,26 +28,26 @@ def with_wide_experts(name: str, folder: Path) -> Path:
             config[key] *= TIMES
     (folder / "config.json").write_text(json.dumps(config))
     random = np.random.default_rng(5)
-    tensors = {tensor: _wide(tensor, value, random) for tensor, value in read_folder(GOLDEN / name).items()}
+    tensors = {tensor: _wide(tensor, value, random, name.startswith("gpt-oss")) for tensor, value in read_folder(GOLDEN / name).items()}
     save_file({tensor: np.ascontiguousarray(value) for tensor, value in tensors.items()}, folder / "model.safetensors")
     return folder
 
 
-def _wide(name: str, value: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    axis = _wide_axis(name, value.ndim)
+def _wide(name: str, value: np.ndarray, random: np.random.Generator, inputs_first: bool) -> np.ndarray:
+    axis = _wide_axis(name, value.ndim, inputs_first)
     if axis is None:
         return value
     shape = [size * TIMES if i == axis else size for i, size in enumerate(value.shape)]
     return (random.standard_normal(shape) * value.std()).astype(np.float32)
 
 
-def _wide_axis(name: str, dimensions: int) -> int | None:
-    """Which dimension of a tensor has the experts' features, if any; gpt-oss has all experts in one tensor [X, I, O]."""
+def _wide_axis(name: str, dimensions: int, inputs_first: bool) -> int | None:
+    """Which dimension of a tensor has the experts' features, if any. Some families have all experts in one tensor, gpt-oss in [X, I, O]."""
     if "experts." not in name and "block_sparse_moe." not in name or ".gate.weight" in name or "router" in name:
         return None
     first = not any(part in name for part in ("down_proj", "w2", "output_linear"))
     if dimensions == 1 or name.endswith("_bias"):
         return dimensions - 1 if first else None
     if "gate_up_proj" in name or name.endswith("down_proj"):
-        return 2 if first else 1
+        return 1 + (first == inputs_first)
     return dimensions - 2 if first else dimensions - 1

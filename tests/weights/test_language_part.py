@@ -65,6 +65,12 @@ def test_tokens_are_those_of_the_language_model(tmp_path: Path, family: str, ver
     assert open_checkpoint(tmp_path).config["eos_token_id"] == 2, "of the whole"
 
 
+def test_a_layer_for_drafts_belongs_to_the_language_model(tmp_path: Path) -> None:
+    written(tmp_path, "qwen3.5", 5)
+    save(tmp_path, read_safetensors(tmp_path / "model.safetensors") | {"mtp.fc.weight": ONES})
+    assert "mtp.fc.weight" in open_checkpoint(tmp_path).tensors
+
+
 @pytest.mark.parametrize("head", [False, True])
 def test_where_the_descriptions_contradict_each_other_a_head_in_the_file_decides(tmp_path: Path, head: bool) -> None:
     """transformers 5 ties Mistral 3 by the whole's key, whatever text_config says, and leaves the head out of the file."""

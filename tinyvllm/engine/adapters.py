@@ -13,6 +13,7 @@ from tinyvllm.request.adapter import Adapter, LoRARequest, check_adapter_name
 
 if TYPE_CHECKING:
     from tinyvllm.runner.adapters import AdapterPool, PreparedAdapter
+    from tinyvllm.runner.runner import Runner
 
 
 _RETRY_SECONDS = 1.0  # what is told to wait for a place
@@ -28,11 +29,12 @@ class _Loaded:
 class Adapters:
     """The loaded adapters. An adapter that is unloaded keeps its place until the requests that use it have ended.
 
-    `pool` is the runner's, None without `enable_lora`; `in_use` gives the numbers of the adapters of all requests that have not ended.
+    `runner` has room for them, but without `enable_lora`; `in_use` gives the numbers of the adapters of all requests that have not ended.
     """
 
-    def __init__(self, pool: AdapterPool | None, in_use: Callable[[], Collection[int]]):
-        self._pool, self._in_use = pool, in_use
+    def __init__(self, runner: Runner, in_use: Callable[[], Collection[int]]):
+        self._runner: Runner | None = runner
+        self._in_use = in_use
         self._loaded: dict[str, _Loaded] = {}
         self._uses = itertools.count(1)
         self.loaded: Mapping[str, Adapter] = {}  # that requests may name now; replaced with each change, so that any thread may read it
@@ -44,7 +46,7 @@ class Adapters:
         """
         from tinyvllm.weights.peft import read_adapter
 
-        return self._enabled().prepare(read_adapter(expand_home("lora_path", path)))
+        return self._enabled()[1].prepare(read_adapter(expand_home("lora_path", path)))
 
     def load(self, name: str, path: str, adapter: PreparedAdapter | None = None, on_demand: bool = False) -> Adapter:
         """Load an adapter under a name; `adapter` is what `read` gave for the path.
@@ -55,9 +57,9 @@ class Adapters:
         if name in self._loaded:
             path = self._loaded[name].adapter.path
             raise ArgumentError(f"lora_name: an adapter {name!r} is loaded, from {path!r}; unload it first, or choose another name")
-        pool, prepared = self._enabled(), self.read(path) if adapter is None else adapter
+        (runner, pool), prepared = self._enabled(), self.read(path) if adapter is None else adapter
         number = self._free_number(pool.count, on_demand)
-        pool.place(number, prepared)
+        runner.place_adapter(number, prepared, path)
         loaded = Adapter(name, number, prepared.digest, path)
         self._loaded[name] = _Loaded(loaded, on_demand, next(self._uses))
         self._publish()
@@ -93,15 +95,16 @@ class Adapters:
 
     def close(self) -> None:
         """Drop what holds the model's memory."""
-        self._pool = None
+        self._runner = None
 
     def _publish(self) -> None:
         self.loaded = {name: held.adapter for name, held in self._loaded.items()}
 
-    def _enabled(self) -> AdapterPool:
-        if self._pool is None:
+    def _enabled(self) -> tuple[Runner, AdapterPool]:
+        runner = self._runner
+        if runner is None or runner.adapters is None:
             raise ArgumentError("adapters: the engine was started without enable_lora (--enable-lora); start it with that")
-        return self._pool
+        return runner, runner.adapters
 
     def _free_number(self, count: int, on_demand: bool) -> int:
         used = set(self._in_use())

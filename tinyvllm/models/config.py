@@ -68,7 +68,7 @@ class ModelConfig(TransformerConfig):
     biased_experts   whether the experts' products have biases
     gate_clamp       of the experts' gate, None for SiLU or GELU
     sinks            whether each head has a sink: one more score without a value
-    experts_in_one   whether the file has gate and up of all experts in one tensor
+    experts_in_one   whether the file has gate and up of all experts in one tensor; experts_transposed: these and down as [X, I, O]
     experts_apart    whether a GGUF file has a tensor for each expert
     ignored          patterns of the file's tensors that the model does without
     draft_layers     layers after the last one in the file, which are for drafts and are not read
@@ -112,6 +112,7 @@ class ModelConfig(TransformerConfig):
     gate_clamp: GateClamp | None = None
     sinks: bool = False
     experts_in_one: bool = False
+    experts_transposed: bool = False
     experts_apart: bool = False
     ignored: tuple[str, ...] = ()
     draft_layers: int = 0
@@ -126,6 +127,16 @@ class ModelConfig(TransformerConfig):
     def kv_layers(self) -> int:
         """Layers with keys and values of their own."""
         return self.attention_layers - self.shared_kv_layers
+
+    def stores_keys(self, layer: int) -> bool:
+        """Whether a layer has keys and values of its own."""
+        return layer not in self.delta_layers and layer < self.num_blocks - self.shared_kv_layers
+
+    @property
+    def undivided(self) -> range:
+        """The last layers, where they read keys and values of others, from the first that is read on: no process has a part of them."""
+        readers = range(self.num_blocks - self.shared_kv_layers, self.num_blocks)
+        return range(min(map(self.kv_source, readers), default=self.num_blocks), self.num_blocks)
 
     def kv_source(self, layer: int) -> int:
         """The layer whose keys and values a layer reads: its own number, or the last one of its kind that has some."""

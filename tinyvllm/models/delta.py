@@ -12,13 +12,15 @@ import numpy as np
 from tinygrad import Tensor, nn
 
 from tinyvllm.batch import Batch, LayerCache
+from tinyvllm.bridge import uninitialized
 from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.models.llama import Llama, LlamaBlock, Rotations, rms
-from tinyvllm.models.projections import GatedWeights, LayerWeights, Product
+from tinyvllm.models.projections import DraftWeights, GatedWeights, LayerWeights, Product
 from tinyvllm.ops.attention import PagedAttention
 from tinyvllm.ops.delta import DeltaShape, DeltaWeights, gated_delta
 from tinyvllm.ops.head import norm_products
+from tinyvllm.ops.linear import linear
 
 
 @dataclass(eq=False)
@@ -60,11 +62,15 @@ class DeltaBlock(HybridBlock):
         weights = DeltaWeights(self.delta, self.ssm_conv1d.weight, self.ssm_a.weight, self.ssm_dt.weight, norm.weight, norm.eps)
         return gated_delta(y, weights, cache, batch)
 
+    def take_heads(self, config: ModelConfig) -> None:
+        self.delta = shape_of(config)
+
     def products(self) -> dict[str, tuple[str, ...]]:
         return super().products() | {"qkv": ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")}
 
     def input_order(self, field: str) -> np.ndarray | None:
-        return value_order(self.delta, self.delta.value_dim) if field == "attn_output" and self.delta.tiled else None
+        whole = shape_of(self.config)
+        return value_order(whole, whole.value_dim) if field == "attn_output" and whole.tiled else None
 
 
 class GatedBlock(HybridBlock):
@@ -87,6 +93,31 @@ class GatedBlock(HybridBlock):
     def input_norms(self) -> dict[str, nn.RMSNorm]:
         """None in front of attention: two products read that."""
         return {field: norm for field, norm in super().input_norms().items() if field != "qkv"}
+
+
+class DraftBlock(GatedBlock):
+    """The layer for drafts, alone: gated attention and MLP over a product of a token's embedding and the state of the token before it."""
+
+    weights: DraftWeights
+
+    def __init__(self, config: ModelConfig):
+        """`config` is of a model with this one layer."""
+        with uninitialized():
+            super().__init__(config, 0)
+            self.fc = nn.Linear(2 * config.dim, config.dim, bias=False)
+            self.embedding_norm, self.state_norm, self.norm = (nn.RMSNorm(config.dim, config.norm_eps) for _ in range(3))
+
+    def forward_drafts(self, x: Tensor, states: Tensor, batch: Batch, cache: LayerCache, angles: Tensor) -> Tensor:
+        """The residual stream after the layer, float32 [T, E], of embeddings x [T, E] and states [T, E]; angles [T, R]. Keys and values are
+        written at the batch's slots.
+        """
+        read = rms(self.embedding_norm)(x).cat(rms(self.state_norm)(states), dim=1).contiguous()
+        fc = self.weights.fc
+        x = linear(fc.in_order(read), fc.weight, batch.rows).contiguous()
+        return self.forward_batch(x, batch, PagedAttention(batch, cache.S), cache, Rotations((angles,), None))
+
+    def products(self) -> dict[str, tuple[str, ...]]:
+        return super().products() | {"fc": ("fc",)}
 
 
 class HybridModel(Llama):

@@ -64,4 +64,5 @@ def moe_from_gguf(source: Source) -> ModelConfig:
 def moe_sources(config: ModelConfig, kind: str, name: str) -> tuple[tuple[str, ...], Transform | None]:
     if kind == "gguf":
         return gguf_expert_sources(config, name) or sources(config, kind, name)
-    return hf_expert_sources(config, name, bias="moe_statics.e_score_correction_bias") or sources(config, kind, name)
+    bias = f"{'gate.' * config.experts_in_one}moe_statics.e_score_correction_bias"
+    return hf_expert_sources(config, name, bias=bias) or sources(config, kind, name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,9 +34,12 @@ from tinyvllm.models import (
     smollm,
 )
 from tinyvllm.models.config import ModelConfig, Source, Transform, WeightRecipe
-from tinyvllm.models.delta import HybridModel
+from tinyvllm.models.delta import DraftBlock, HybridModel
 from tinyvllm.models.latent import LatentModel
+from tinyvllm.models.mixture import with_joined_experts
 from tinyvllm.models.understood import Recorded, refuse_unread
+
+Sources = Callable[[ModelConfig, str, str], tuple[tuple[str, ...], Transform | None]]  # of a configuration, a kind of file and a tensor
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Family:
     gguf: tuple[str, ...]
     from_hf: Callable[[Source], ModelConfig]
     from_gguf: Callable[[Source], ModelConfig]
-    sources: Callable[[ModelConfig, str, str], tuple[tuple[str, ...], Transform | None]]
+    sources: Sources
     model: Callable[[ModelConfig], Any] = llama.Llama
 
 
@@ -138,7 +143,7 @@ def read_config(family: Family, source: Source) -> ModelConfig:
     reading, gguf = _Reading(source, Recorded(source.config)), source.kind == "gguf"
     config = family.from_gguf(reading) if gguf else family.from_hf(reading)
     refuse_unread(reading.config, source.kind, family.gguf if gguf else family.architectures)
-    return config
+    return config if gguf else with_joined_experts(config, source)
 
 
 def check_layers(family: Family, config: ModelConfig, source: Source) -> None:
@@ -177,8 +182,19 @@ def refuse_unused(config: ModelConfig, weights: list[WeightRecipe], names: Itera
 
 def recipes_of(family: Family, config: ModelConfig, model: Any, kind: str) -> list[WeightRecipe]:
     """The recipe of every tensor of the model: name, shape and sources in the file."""
+    return _recipes(family.sources, config, model, kind)
+
+
+def draft_recipes(config: ModelConfig, block: DraftBlock) -> list[WeightRecipe]:
+    """The recipes of a layer for drafts, `config` being that of qwen_next.draft_layer. Names are those of the layer's own modules."""
+    recipes = _recipes(qwen_next.draft_sources, config, SimpleNamespace(blk=[block]), "safetensors")
+    return [replace(recipe, name=recipe.name.removeprefix("blk.0.")) for recipe in recipes]
+
+
+def _recipes(sources: Sources, config: ModelConfig, model: Any, kind: str) -> list[WeightRecipe]:
+    """As `recipes_of`, with a family's `sources`."""
     shapes = {name: tuple(int(d) for d in tensor.shape) for name, tensor in nn.state.get_state_dict(model).items()}
-    return [_recipe(family, config, name, shape, kind) for name, shape in shapes.items()]
+    return [_recipe(sources, config, name, shape, kind) for name, shape in shapes.items()]
 
 
 # Matrices with kernels of their own. A router's are float32: a rounding would not change a product a little, but choose another expert.
@@ -188,12 +204,12 @@ _STEMS = dict.fromkeys(("ffn_gate_inp", "ffn_gate_inp_shexp"), "norm_route") | d
 _STEMS |= dict.fromkeys(("ffn_down_exps", "attn_k_b", "attn_v_b"), "experts_down")
 
 
-def _recipe(family: Family, config: ModelConfig, name: str, shape: tuple[int, ...], kind: str) -> WeightRecipe:
+def _recipe(sources: Sources, config: ModelConfig, name: str, shape: tuple[int, ...], kind: str) -> WeightRecipe:
     stem = _STEMS.get(name.split(".")[-2], "matmul")
     return WeightRecipe(
         name,
         shape,
-        *family.sources(config, kind, name),
+        *sources(config, kind, name),
         offset=config.norm_offset * (name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")),
         factor=config.dim**-0.5 if name.endswith("ffn_gate_inp_norm.weight") else 1.0,
         logarithm=kind == "safetensors" and name.endswith("ssm_a.weight"),

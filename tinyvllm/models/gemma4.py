@@ -128,11 +128,19 @@ class Gemma4(Llama):
     def tables(self) -> dict[str, str]:
         return {"input_table": "per_layer_token_embd"} if self.config.layer_input_dim else {}
 
+    def in_every_stage(self) -> tuple[str, ...]:
+        """What inputs of layers are made from: they do not travel with the residual stream."""
+        inputs = ("token_embd", "per_layer_token_embd", "per_layer_model_proj", "per_layer_proj_norm")
+        return inputs if self.config.layer_input_dim else ()
+
     def context(self, x: Tensor, rows: Tensor, batch: Batch) -> Rotations:
-        """With the layers' own inputs: 2^-1/2 times the sum of a row of the table, times P^1/2, and a norm of a projection of x E^-1/2."""
+        """With the layers' own inputs: 2^-1/2 times the sum of a row of the table, times P^1/2, and a norm of a projection of x E^-1/2.
+        In a stage of a pipeline, too, they come from the embedding and not from the stream that arrives.
+        """
         rotations, w, c = self._rotations(rows), self.weights, self.config
         if w.input_table is None or w.input_proj is None:
             return StepContext(rotations.angles, rotations.query_factors)
+        x = x if batch.arrived is None else self._embedded(batch)
         shape = int(x.shape[0]), c.num_blocks, c.layer_input_dim
         stored = embed(w.input_table, batch.tokens, batch.rows, c.layer_input_dim**0.5).reshape(shape)
         ordered = w.input_proj.in_order(x)

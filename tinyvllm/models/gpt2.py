@@ -79,6 +79,9 @@ class GPT2:
     def tables(self) -> dict[str, str]:
         return {}
 
+    def in_every_stage(self) -> tuple[str, ...]:
+        return ()
+
     def constants(self, max_len: int, context: int) -> dict[str, np.ndarray]:
         return {}
 

@@ -23,7 +23,7 @@ _ALPHA, _LIMIT = 1.702, 7.0
 
 
 def _shape(alpha: float, limit: float) -> dict[str, Any]:
-    return dict(family="gpt-oss", sinks=True, biased_experts=True, gate_clamp=GateClamp(alpha, limit))
+    return dict(family="gpt-oss", sinks=True, biased_experts=True, experts_transposed=True, gate_clamp=GateClamp(alpha, limit))
 
 
 def from_hf(source: Source) -> ModelConfig:

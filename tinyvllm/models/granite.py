@@ -21,6 +21,13 @@ _NAMES = {
     "ffn_up_shexp": "shared_mlp.input_linear",
     "ffn_down_shexp": "shared_mlp.output_linear",
 }
+# As transformers computes with them; files have these names where it was told not to keep the published ones.
+_COMPUTED = {
+    "ffn_gate_inp": "block_sparse_moe.router",
+    "ffn_gate_exps": "block_sparse_moe.experts.gate_up_proj",
+    "ffn_up_exps": "block_sparse_moe.experts.gate_up_proj",
+    "ffn_down_exps": "block_sparse_moe.experts.down_proj",
+}
 _OF_HYBRID = {part.removesuffix("_shexp"): name for part, name in _NAMES.items() if part.endswith("_shexp")} | _NAMES
 
 
@@ -91,7 +98,10 @@ def sources(config: ModelConfig, kind: str, name: str) -> tuple[tuple[str, ...],
     if kind == "gguf":
         return llama.sources(config, kind, name)
     part = name.split(".")[-2]
-    return (llama.hf_name(name, _OF_HYBRID),), _transform(config, part)
+    source = llama.hf_name(name, _OF_HYBRID | _COMPUTED if config.experts_in_one else _OF_HYBRID)
+    if config.experts_in_one and part.endswith("_exps"):
+        source = source.removesuffix(".weight")
+    return (source,), _transform(config, part)
 
 
 def _transform(config: ModelConfig, part: str) -> Transform | None:

@@ -11,16 +11,17 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-from tinygrad import Tensor, nn
+from tinygrad import Tensor, dtypes, nn
 
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.models.config import Latent, ModelConfig, Transform
 from tinyvllm.models.llama import Llama, LlamaBlock, Rotations, rms
 from tinyvllm.models.mixture import experts_in_rows
-from tinyvllm.models.projections import LatentWeights, LayerWeights
+from tinyvllm.models.projections import LatentWeights, LayerWeights, Product
 from tinyvllm.ops.attention import PagedAttention
 from tinyvllm.ops.heads import head_products
 from tinyvllm.ops.linear import linear, products
+from tinyvllm.ops.lora import pair_biases
 from tinyvllm.ops.qkv import append_latents
 from tinyvllm.ops.rope import apply_rope
 
@@ -56,17 +57,28 @@ class LatentBlock(LlamaBlock):
         T, H = int(x.shape[0]), w.k_b.weight.O // c.rank  # of a rank its heads
         plain = H * c.plain
         x = rms(self.attn_norm)(w.qkv.in_order(x)).contiguous()
-        y = products(x, w.qkv.weight, batch.rows, w.qkv.bias, by_kernels=True)
+        y = products(x, w.qkv.weight, batch.rows, self._bias("qkv", x, None, batch), by_kernels=True)
         shared = c.rank + self.config.rope_dim
         q, kv = y[:, :-shared], y[:, -shared:]
         if w.q_b is not None:
-            q = linear(rms(self.attn_q_a_norm)(w.q_b.in_order(q.contiguous())).contiguous(), w.q_b.weight, batch.rows)
+            q = rms(self.attn_q_a_norm)(w.q_b.in_order(q.contiguous())).contiguous()
+            q = linear(q, w.q_b.weight, batch.rows, self._bias("q_b", q, None, batch))
         normed, key = rms(self.attn_kv_a_norm)(kv[:, : c.rank].contiguous()), kv[:, c.rank :].reshape(T, 1, -1).contiguous()
         cache = append_latents(normed.reshape(T, 1, c.rank).cat(apply_rope(key, angles), dim=2).contiguous(), cache, batch)
-        absorbed = head_products(q[:, :plain].reshape(T, H, c.plain), w.k_b.weight, batch.rows)
+        absorbed = self._of_heads("k_b", q[:, :plain].reshape(T, H, c.plain), batch)
         rotated = apply_rope(q[:, plain:].reshape(T, H, -1).contiguous(), angles)
         attended = attention(absorbed.cat(rotated, dim=2).contiguous(), cache, self.scale)
-        return head_products(attended.reshape(T, H, c.rank), w.v_b.weight, batch.rows).reshape(T, -1)
+        return self._of_heads("v_b", attended.reshape(T, H, c.rank), batch).reshape(T, -1)
+
+    def _of_heads(self, field: str, x: Tensor, batch: Batch) -> Tensor:
+        """x [T, H, I] times each head's matrix of a product, plus what rows' adapters add: float32 [T, H, O]."""
+        product: Product = getattr(self.weights, field)
+        y, stack = head_products(x, product.weight, batch.rows), self.adapters.get(field)
+        if batch.adapters is None or stack is None:
+            return y
+        T, H = (int(d) for d in x.shape[:2])
+        heads = Tensor.arange(H, dtype=dtypes.int32, device=x.device).reshape(1, H).expand(T, H)
+        return (y + pair_biases(x, None, stack, heads, batch.adapters, batch.rows, H)).contiguous()
 
     def products(self) -> dict[str, tuple[str, ...]]:
         """The projections of each field of `LatentWeights`."""
@@ -74,6 +86,9 @@ class LatentBlock(LlamaBlock):
         if self.latent.q_rank:
             q = {"qkv": ("attn_q_a", "attn_kv_a_mqa"), "q_b": ("attn_q_b",)}
         return super().products() | q | {"k_b": ("attn_k_b",), "v_b": ("attn_v_b",)}
+
+    def adapted(self, field: str) -> int:
+        return self.config.n_heads if field in ("k_b", "v_b") else super().adapted(field)
 
     def input_norms(self) -> dict[str, nn.RMSNorm]:
         return super().input_norms() | ({"q_b": self.attn_q_a_norm} if self.latent.q_rank else {})

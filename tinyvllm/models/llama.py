@@ -108,7 +108,9 @@ class LlamaBlock(TransformerBlock):
         """The rest of the layer for the rows x [T, E] of the residual stream, from what they attend to."""
         x = self._project(attended, "attn_output", batch, x, "post_attention_norm")
         if self.weights.router is not None:
-            return mixture(x, self._norm("ffn_norm"), self._norm("post_ffw_norm"), self.config, self.weights, batch, self._bias)
+            return mixture(
+                x, self._norm("ffn_norm"), self._norm("post_ffw_norm"), self.config, self.weights, batch, self._bias, self.adapters
+            )
         norm, gate_up = self._norm("ffn_norm"), self.weights.ffn_in
         ordered = gate_up.in_order(x)
         h = gate_up_silu(ordered, norm, gate_up.weight, batch.rows, self._bias("ffn_in", ordered, norm, batch), self.gelu).contiguous()
@@ -150,9 +152,21 @@ class LlamaBlock(TransformerBlock):
             mlp = expert_products(self.config)
         return {"qkv": ("attn_q", "attn_k", "attn_v"), "attn_output": ("attn_output",), **mlp}
 
+    def adapted(self, field: str) -> int:
+        """Of how many matrices a product's adapters are: of all experts, or all heads, where a row has some of them, else of one; 0 where
+        no adapter may change the product.
+        """
+        if field == "router":
+            return 0
+        experts = self.config.num_experts if field in ("ffn_in", "ffn_down") else 0
+        return experts * (not self.config.post_norms) if experts else 1
+
     def input_order(self, field: str) -> np.ndarray | None:
         """Of a product's inputs, their numbers in Hugging Face's checkpoint, int [I]; None where they are the same."""
         return None
+
+    def take_heads(self, config: ModelConfig) -> None:
+        """Compute with the heads of this configuration, those of a rank."""
 
     def unread(self) -> tuple[str, ...]:
         """Projections that other layers have and this one does without, though files may hold them."""
@@ -227,9 +241,17 @@ class Llama(Transformer):
         """The projections of each product of `ModelWeights` in front of the layers."""
         return {}
 
+    def adapted(self, field: str) -> int:
+        """As of a layer."""
+        return 1
+
     def tables(self) -> dict[str, str]:
         """The embedding tables of `ModelWeights` in addition to the tokens'."""
         return {}
+
+    def in_every_stage(self) -> tuple[str, ...]:
+        """The modules in front of the layers that each stage of a pipeline has, and not the first one alone."""
+        return ()
 
     def _rotations(self, rows: Tensor) -> Rotations:
         """From the rows of `constants` of a step's positions."""

@@ -7,6 +7,7 @@ import numpy as np
 from tinyvllm.foreign import Fields
 from tinyvllm.models import llama
 from tinyvllm.models.config import MAX_EXPERTS, ModelConfig, Source, Transform, hf_windows
+from tinyvllm.models.mixture import hf_expert_sources
 
 _PARTS = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
 
@@ -30,6 +31,8 @@ def sources(config: ModelConfig, kind: str, name: str) -> tuple[tuple[str, ...],
     if kind == "gguf" or not name.startswith("blk.") or "ffn_" not in name or "ffn_norm" in name:
         return llama.sources(config, kind, name)
     _, layer, part, _ = name.split(".")
+    if config.experts_in_one:  # as transformers computes with them
+        return hf_expert_sources(config, name) or llama.sources(config, kind, name)
     mlp = f"model.layers.{layer}.block_sparse_moe"
     if part == "ffn_gate_inp":
         return (f"{mlp}.gate.weight",), None

@@ -6,7 +6,8 @@ next to them, with or without a gate of its own, which is one more row of the ro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from tinyvllm.errors import ModelError
 from tinyvllm.foreign import Fields
 from tinyvllm.models.config import MAX_EXPERTS, ModelConfig, Source, Transform
 from tinyvllm.models.projections import LayerWeights, Product
-from tinyvllm.ops.experts import RoutingPolicy, experts_down, experts_gate_up_silu, norm_route
+from tinyvllm.ops.experts import Routing, RoutingPolicy, experts_down, experts_gate_up_silu, norm_route
 from tinyvllm.ops.linear import gate_up_silu, linear
+from tinyvllm.ops.lora import AdapterStack, pair_biases
 from tinyvllm.ops.norm import Norm
 
 _SIGMOID = 2  # of GGUF's expert_gating_func; 0 is the family's own, 1 and 3 softmax before and after the choice
@@ -67,19 +69,48 @@ Biases = Callable[[str, Tensor, Norm | None, Batch], Tensor | None]  # of a prod
 
 
 def mixture(
-    x: Tensor, norm: Norm | None, after: Norm | None, config: ModelConfig, weights: LayerWeights, batch: Batch, biases: Biases
-) -> Tensor:
-    """The residual x [T, E] plus what the experts of each row make of norm(x), normed by `after`; `biases` are those of the shared one."""
+    x: Tensor, norm: Norm | None, after: Norm | None, config: ModelConfig, weights: LayerWeights, batch: Batch, biases: Biases,
+    stacks: Mapping[str, AdapterStack],
+) -> Tensor:  # fmt: skip
+    """The residual x [T, E] plus what the experts of each row make of norm(x), normed by `after`; `biases` are those of the shared one, and
+    `stacks` has the adapters of the others.
+    """
     c, router = config, weights.router
     assert router is not None and (after is None or weights.shared_in is None)
     routing = norm_route(x, norm, router.weight, batch.rows, routing_policy(c), router.bias)
     first, down = weights.ffn_in, weights.ffn_down
-    h = experts_gate_up_silu(x, norm, first.weight, routing, batch.rows, c.num_experts, c.gelu, first.bias, c.gate_clamp).contiguous()
+    bias = _pair_bias(x, norm, first.bias, stacks.get("ffn_in"), routing, batch, c)
+    h = experts_gate_up_silu(x, norm, first.weight, routing, batch.rows, c.num_experts, c.gelu, bias, c.gate_clamp).contiguous()
     residual = x
     if weights.shared_in is not None and weights.shared_down is not None:
         residual = _shared(x, norm, weights.shared_in, weights.shared_down, routing.gates, batch, c, biases)
-    scale, bias = c.residual_scale, down.bias
-    return experts_down(h, down.weight, routing, batch.rows, c.num_experts, residual, after, scale, bias).contiguous()
+    residual = _with_adapters(residual, h, stacks.get("ffn_down"), routing, batch, c)
+    return experts_down(h, down.weight, routing, batch.rows, c.num_experts, residual, after, c.residual_scale, down.bias).contiguous()
+
+
+def _pair_bias(
+    x: Tensor, norm: Norm | None, bias: Tensor | None, stack: AdapterStack | None, routing: Routing, batch: Batch, config: ModelConfig
+) -> Tensor | None:
+    """The bias of gate and up: `bias` [2 X F], or that of each pair, [T C, 2 F], where rows of the batch have adapters."""
+    if batch.adapters is None or stack is None:
+        return bias
+    X = config.num_experts
+    added = pair_biases(x, norm, stack, routing.chosen, batch.adapters, batch.rows, X)
+    if bias is not None:
+        added = added + bias.reshape(2, X, -1)[:, routing.chosen].permute(1, 2, 0, 3).reshape(added.shape)
+    return added.reshape(-1, int(added.shape[2])).contiguous()
+
+
+def _with_adapters(residual: Tensor, h: Tensor, stack: AdapterStack | None, routing: Routing, batch: Batch, config: ModelConfig) -> Tensor:
+    """The residual [T, E] plus what adapters add to down of h [T C, F], times the shares, in their order whatever the batch is."""
+    if batch.adapters is None or stack is None:
+        return residual
+    T, C = (int(d) for d in routing.chosen.shape)
+    added = pair_biases(h.reshape(T, C, -1), None, stack, routing.chosen, batch.adapters, batch.rows, config.num_experts)
+    total = added[:, 0] * routing.shares[:, :1]
+    for c in range(1, C):
+        total = total + added[:, c] * routing.shares[:, c : c + 1]
+    return (batch.adapters.reshape(T, 1) > 0).where(residual + total * config.residual_scale, residual).contiguous()
 
 
 def _shared(
@@ -106,6 +137,8 @@ def hf_expert_sources(
         return (f"{mlp}.shared_expert_gate.weight",), None
     if part.endswith("_shexp"):
         return (f"{mlp}.{shared}.{projection}",), None
+    if part.endswith("_exps") and config.experts_in_one:
+        return joined_experts(config, f"{mlp}.experts", part)
     if part.endswith("_exps"):
         return tuple(f"{mlp}.experts.{e}.{projection}" for e in range(config.num_experts)), np.concatenate
     return None
@@ -130,11 +163,21 @@ def gguf_expert_sources(config: ModelConfig, name: str) -> tuple[tuple[str, ...]
 
 
 def joined_experts(config: ModelConfig, experts: str, part: str) -> tuple[tuple[str, ...], Transform | None]:
-    """Of a file that has gate and up of all experts in one tensor [X, 2 F, E]."""
+    """Of a file that has gate and up of all experts in one tensor [X, 2 F, E] and down in another [X, E, F], or these transposed."""
     if part == "ffn_down_exps":
-        return (f"{experts}.down_proj",), experts_in_rows
+        return (f"{experts}.down_proj",), _turned(experts_in_rows) if config.experts_transposed else experts_in_rows
     start = 0 if part == "ffn_gate_exps" else config.hidden_dim
-    return (f"{experts}.gate_up_proj",), part_of_experts(config.num_experts, start, start + config.hidden_dim)
+    half = part_of_experts(config.num_experts, start, start + config.hidden_dim)
+    return (f"{experts}.gate_up_proj",), _turned(half) if config.experts_transposed else half
+
+
+def _turned(transform: Transform) -> Transform:
+    """The same of matrices [X, I, O]."""
+
+    def turned(arrays: list[np.ndarray]) -> np.ndarray:
+        return transform([arrays[0].swapaxes(1, 2)])
+
+    return turned
 
 
 def experts_in_rows(arrays: list[np.ndarray]) -> np.ndarray:
@@ -171,7 +214,23 @@ def part_of_biases(experts: int, start: int, end: int) -> Transform:
     return transform
 
 
-# --- what descriptions say of a mixture
+# --- what descriptions and files say of a mixture
+
+
+def with_joined_experts(config: ModelConfig, source: Source) -> ModelConfig:
+    """With how a safetensors file has the experts of a layer: a tensor for each matrix, or two in all, as transformers computes with them.
+
+    In those of Qwen3-VL with experts matrices are [I, O]. Of the two shapes at least one tells, as 2 F and F are not both E.
+    """
+    if not config.num_experts:
+        return config
+    first = next((layer for layer in range(config.num_blocks) if layer not in config.dense_layers), 0)
+    for module in ("mlp", "block_sparse_moe"):  # the latter is Granite's
+        joined, down = (source.shape(f"model.layers.{first}.{module}.experts.{part}_proj") for part in ("gate_up", "down"))
+        if joined is not None:
+            turned = joined[1:] == (config.dim, 2 * config.hidden_dim) and (down or ())[1:] == (config.hidden_dim, config.dim)
+            return replace(config, experts_in_one=True, experts_transposed=turned or config.experts_transposed)
+    return config
 
 
 def gguf_experts(source: Source, fields: Fields, renormalize: bool, sigmoid: bool = False) -> dict[str, Any]:

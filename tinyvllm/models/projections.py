@@ -63,6 +63,13 @@ class GatedWeights(LayerWeights):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class DraftWeights(GatedWeights):
+    """Of the layer for drafts of such a model: in front of it the product of an embedding and a state, side by side."""
+
+    fc: Product
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LayerInputWeights(LayerWeights):
     """Of a layer with an input of its own: from the residual stream to a gate of it, and from the gated input back. None without one."""
 

@@ -4,11 +4,14 @@ values a gate multiplies; a quarter of each head is rotated; norms' weights are 
 Qwen3-Next's files have the projections of a layer with a state in two matrices, key head by key head. GGUF files of
 Qwen3.5 have the value heads in another order, tiled: one of each key head, then the next of each. Adapters of a model from such a file have
 the rows of safetensors.
+
+A layer for drafts (`mtp.*` of safetensors) is one with attention, and experts where the model has some; the model does without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,11 +21,12 @@ from tinyvllm.foreign import Fields, quoted
 from tinyvllm.models import llama
 from tinyvllm.models.config import MAX_EXPERTS, ModelConfig, Source, Transform, gguf_delta, hf_delta
 from tinyvllm.models.delta import shape_of, value_order
-from tinyvllm.models.mixture import gguf_expert_sources, gguf_experts, hf_expert_sources, joined_experts
+from tinyvllm.models.mixture import gguf_expert_sources, gguf_experts, hf_expert_sources
 from tinyvllm.models.qwen import TextFields
 
 _NEXT, _LATER = "qwen3next", "qwen3.5"
-_NOT_READ = ("mtp.*",)  # drafts
+_DRAFTS = "mtp."  # the tensors of the layer for drafts
+_DRAFT_PARTS = {"fc": "fc", "embedding_norm": "pre_fc_norm_embedding", "state_norm": "pre_fc_norm_hidden", "norm": "norm"}
 _VECTORS = {"ssm_a": "A_log", "ssm_dt": "dt_bias", "ssm_conv1d": "conv1d.weight", "ssm_norm": "norm.weight"}
 _MATRICES = {"attn_qkv": "in_proj_qkv", "attn_gate": "in_proj_z", "ssm_beta": "in_proj_b", "ssm_alpha": "in_proj_a"}
 _DEFAULTS = llama.Defaults(share=0.25, head_dim=256)
@@ -44,36 +48,40 @@ def _from_hf(source: Source, family: str) -> ModelConfig:
     for key, wanted in (("attn_output_gate", True), ("attention_bias", False)):
         if fields.boolean(key, wanted) is not wanted:
             raise ModelError(f"{fields.where}: {key} must be {str(wanted).lower()} in this family, got {quoted(fields.get(key))}")
+    delta = hf_delta(fields)
     return llama.hf_config(
         fields,
         _DEFAULTS,
         family=family,
         qk_norm=fields.integer("head_dim", _DEFAULTS.head_dim, low=1),
-        norm_offset=1.0,
+        norm_offset=0.0 if is_mlx(source, delta["delta_layers"]) else 1.0,
         windows=(0,) * fields.layers(),
-        ignored=_NOT_READ,
-        **hf_delta(fields),
-        **_experts(source, fields, family),
+        ignored=(f"{_DRAFTS}*",),
+        **delta,
+        **_experts(fields, family),
     )
 
 
-def _experts(source: Source, fields: Fields, family: str) -> dict[str, Any]:
+def is_mlx(source: Source, layers: Iterable[int]) -> bool:
+    """Whether mlx-lm wrote the file: norms' weights are whole then, and convolutions [channels, taps, 1], by which mlx-lm tells too."""
+    shapes = (source.shape(f"model.layers.{layer}.linear_attn.conv1d.weight") for layer in layers)
+    return any(shape is not None and shape[-1] == 1 for shape in shapes)
+
+
+def _experts(fields: Fields, family: str) -> dict[str, Any]:
     count = fields.integer("num_experts", 0, high=MAX_EXPERTS)
     if not count:
         return {}
     every, plain = fields.integer("decoder_sparse_step", 1, low=1), fields.integers("mlp_only_layers")
     width = fields.integer("moe_intermediate_size", low=1)
-    dense = frozenset(i for i in range(fields.layers()) if i in plain or (i + 1) % every)
-    first = next((i for i in range(fields.layers()) if i not in dense), 0)
     return dict(
         num_experts=count,
         num_experts_per_tok=fields.integer("num_experts_per_tok", low=1, high=count),
         norm_topk_prob=family == _LATER or fields.boolean("norm_topk_prob", True),
         hidden_dim=width,
         dense_hidden_dim=fields.integer("intermediate_size", width, low=1),
-        dense_layers=dense,
+        dense_layers=frozenset(i for i in range(fields.layers()) if i in plain or (i + 1) % every),
         shared_expert_dim=fields.integer("shared_expert_intermediate_size", low=1),
-        experts_in_one=source.shape(f"model.layers.{first}.mlp.experts.gate_up_proj") is not None,
     )
 
 
@@ -92,6 +100,25 @@ def from_gguf(source: Source) -> ModelConfig:
         experts["dense_layers"] = frozenset(layer for layer in experts["dense_layers"] if layer < layers - drafts)
     family = _NEXT if architecture == "qwen3next" else _LATER
     return llama.gguf_config(source, family=family, head_dim=head_dim, v_head_dim=head_dim, **differences, **delta, **experts)
+
+
+def draft_layer(config: ModelConfig, source: Source) -> ModelConfig:
+    """A model of the layer for drafts alone, as a safetensors file has it; `config` is the model's, of a file of either kind."""
+    mlp = f"{_DRAFTS}layers.0.mlp"
+    dense = source.shape(f"{mlp}.gate.weight") is None
+    return replace(
+        config,
+        num_blocks=1,
+        delta=None,
+        delta_layers=frozenset(),
+        windows=(0,),
+        dense_layers=frozenset({0} if dense and config.num_experts else ()),
+        norm_offset=1.0,
+        experts_in_one=source.shape(f"{mlp}.experts.gate_up_proj") is not None,
+        experts_transposed=False,
+        ignored=(),
+        draft_layers=0,
+    )
 
 
 # --- where files have the tensors
@@ -117,9 +144,16 @@ def _hf_sources(config: ModelConfig, name: str) -> tuple[tuple[str, ...], Transf
             return (f"{own}.{_MATRICES[part]}.{suffix}",), _tiled(config, part)
     elif part in ("attn_q", "attn_gate"):
         return (f"model.layers.{layer}.self_attn.q_proj.{suffix}",), _half_of_heads(config, part)
-    if config.experts_in_one and part.endswith("_exps"):
-        return joined_experts(config, f"model.layers.{layer}.mlp.experts", part)
     return hf_expert_sources(config, name, "shared_expert") or ((llama.hf_name(name),), None)
+
+
+def draft_sources(config: ModelConfig, kind: str, name: str) -> tuple[tuple[str, ...], Transform | None]:
+    """Of a tensor of `draft_layer`; safetensors alone have it."""
+    *_, part, suffix = name.split(".")
+    if part in _DRAFT_PARTS:
+        return (f"{_DRAFTS}{_DRAFT_PARTS[part]}.{suffix}",), None
+    names, transform = _hf_sources(config, name)
+    return tuple(_DRAFTS + each.removeprefix("model.") for each in names), transform
 
 
 def _gguf_sources(config: ModelConfig, name: str) -> tuple[tuple[str, ...], Transform | None]:

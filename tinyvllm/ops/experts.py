@@ -95,20 +95,22 @@ def experts_gate_up_silu(
 ) -> Tensor:
     """silu(gate) * up of the normalised x [T, E] with each of a row's experts, float32 [T * C, F]: pair t C + c is row t with its c-th.
 
-    weight [2 X F, E], bias [2 X F]; with `gelu` gelu(gate) * up; with `clamp` as it says.
+    weight [2 X F, E], bias [2 X F], or [T * C, 2 F] of each pair; with `gelu` gelu(gate) * up; with `clamp` as it says.
     """
-    F = weight.O // 2 // experts
+    F, of_pairs = weight.O // 2 // experts, bias is not None and len(bias.shape) == 2
     if not isinstance(weight, TensorWeight):
         placement, facts = Placement.of(x.device), product_facts(Placement.of(x.device), weight, norm, outputs=F)
-        shape = f"{experts} times {weight.I}->{F} {weight.format}{' gelu' * gelu}{' clamped' * (clamp is not None)}"
-        kernel = select(
-            "experts_gate_up_silu", placement, shape, replace(facts, gelu=gelu, experts=experts, ungrouped=routing.groups is None)
-        )
+        facts = replace(facts, gelu=gelu, experts=experts, ungrouped=routing.groups is None, pair_bias=of_pairs)
+        policies = f"{' gelu' * gelu}{' clamped' * (clamp is not None)}{' biases of pairs' * of_pairs}"
+        kernel = select("experts_gate_up_silu", placement, f"{experts} times {weight.I}->{F} {weight.format}{policies}", facts)
         if kernel is not None:
             return kernel.backend.experts_gate_up_silu(kernel.variant, x, norm, weight, routing, rows, experts, gelu, bias, clamp)
     x = (x if norm is None else norm(x).contiguous()).unsqueeze(1)
     gate, up = (_products(x, *matrix, routing.chosen) for matrix in _stacks(weight, experts, 2))
-    if bias is not None:
+    if bias is not None and of_pairs:
+        both = bias.reshape(*routing.chosen.shape, 2, F)
+        gate, up = gate + both[:, :, 0], up + both[:, :, 1]
+    elif bias is not None:
         own = bias.reshape(2, experts, F)
         gate, up = gate + own[0][routing.chosen], up + own[1][routing.chosen]
     if clamp is not None:

@@ -7,15 +7,16 @@ the product has, or -0 where it has none: y + -0 has the bits of y, also where y
 
 from __future__ import annotations
 
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.operands import AdapterStack
 from tinyvllm.backends.registry import select
+from tinyvllm.errors import KernelError
 from tinyvllm.ops.norm import Norm
 from tinyvllm.placement import Placement
 
-__all__ = ["AdapterStack", "lora_bias"]
+__all__ = ["AdapterStack", "lora_bias", "pair_biases"]
 
 
 def lora_bias(x: Tensor, norm: Norm | None, stack: AdapterStack, bias: Tensor | None, adapters: Tensor, rows: Tensor) -> Tensor:
@@ -33,6 +34,8 @@ def lora_bias(x: Tensor, norm: Norm | None, stack: AdapterStack, bias: Tensor | 
     kernel = select("lora_bias", placement, f"{N} adapters of {I}->{O}, ranks up to {R}", facts)
     if kernel is not None:
         return kernel.backend.lora_bias(kernel.variant, x, norm, stack, bias, adapters, rows)
+    if stack.share is not None:
+        raise KernelError("tensor parallelism: no kernel adds the parts of an adapter's sums; leave TINYVLLM_KERNELS out")
     T, x = int(x.shape[0]), (x.float() if norm is None else norm(x)).contiguous()
     numbers = Tensor.arange(1, N + 1, device=x.device).reshape(1, N)
     changes = (adapters.unsqueeze(1) == numbers) & (stack.ranks.unsqueeze(0) > 0)
@@ -42,3 +45,17 @@ def lora_bias(x: Tensor, norm: Norm | None, stack: AdapterStack, bias: Tensor | 
     added = parts[0] if P == 1 else parts[0].cat(*parts[1:], dim=1)
     own = added if bias is None else added + bias.float()
     return changes.any(1, keepdim=True).where(own, -0.0 if bias is None else bias.float()).contiguous()
+
+
+def pair_biases(x: Tensor, norm: Norm | None, stack: AdapterStack, chosen: Tensor, adapters: Tensor, rows: Tensor, matrices: int) -> Tensor:
+    """What adapters add to products with some of several matrices, a row's experts or heads: float32 [T, C, O], -0 for rows without one.
+
+    x [T, I], or [T, C, I] of pairs; `chosen` [T, C] int32 are the numbers of each row's matrices. Of M `matrices` the stack has entry
+    n M + m for adapter n and matrix m. The others as in `lora_bias`, whose order of arithmetic a pair has.
+    """
+    T, C = (int(d) for d in chosen.shape)
+    own = adapters.reshape(T, 1)
+    numbers = (own > 0).where((own - 1) * matrices + chosen + 1, 0).cast(dtypes.int32).reshape(T * C).contiguous()
+    pairs = x if len(x.shape) == 3 else x.reshape(T, 1, -1).expand(T, C, int(x.shape[1]))
+    count = (rows * C).cast(dtypes.int32).contiguous()
+    return lora_bias(pairs.reshape(T * C, -1).contiguous(), norm, stack, None, numbers, count).reshape(T, C, -1)

@@ -23,6 +23,7 @@ _CLASSES: dict[str, dict[str | None, str]] = {
     "Qwen2VLForConditionalGeneration": dict.fromkeys(("qwen2_vl_text", "qwen2_vl", None), "Qwen2ForCausalLM"),
     "Qwen2_5_VLForConditionalGeneration": dict.fromkeys(("qwen2_5_vl_text", "qwen2_5_vl", None), "Qwen2ForCausalLM"),
     "Qwen3VLForConditionalGeneration": dict.fromkeys(("qwen3_vl_text", None), "Qwen3ForCausalLM"),
+    "Qwen3VLMoeForConditionalGeneration": dict.fromkeys(("qwen3_vl_moe_text", None), "Qwen3MoeForCausalLM"),
     "Qwen3_5ForConditionalGeneration": dict.fromkeys(("qwen3_5_text", None), "Qwen3_5ForCausalLM"),
     "Qwen3_5MoeForConditionalGeneration": dict.fromkeys(("qwen3_5_moe_text", None), "Qwen3_5MoeForCausalLM"),
     "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
@@ -37,9 +38,12 @@ _GEMMA4: dict[str, Any] = {
 }  # fmt: skip
 _UNIFIED = _GEMMA4 | {"max_position_embeddings": 262_144, "sliding_window": 1024, "model_type": "gemma4_unified_text"}
 _DEFAULTS = {"Gemma3ForCausalLM": _GEMMA3, "Gemma4ForCausalLM": _GEMMA4, "Gemma4UnifiedForCausalLM": _UNIFIED}
+# What transformers does in a language model whatever its description says, and its text-only sibling does not by default.
+_OF_KINDS: dict[str | None, dict[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
 _RENAMED = (
     ("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."), ("model.language_model.", "model."),
     *((f"model.{module}.",) * 2 for module in ("embed_tokens", "layers", "norm")),  # Qwen2-VL's
+    ("mtp.", "mtp."),  # the layer for drafts of Qwen3.5
 )  # fmt: skip
 _KEPT, _TIED = "lm_head.", "tie_word_embeddings"
 # Keys of the whole that hold for the language model too; those of text_config come first.
@@ -65,7 +69,7 @@ def language_description(config: dict[str, Any], tensors: Mapping[str, Record] |
     shared = {key: config[key] for key in _SHARED if key in config}
     if tensors is not None and {text.get(_TIED), config.get(_TIED)} == {True, False}:
         text = {**text, _TIED: not any(name.startswith(_KEPT) for name in tensors)}
-    return {**_DEFAULTS.get(kinds[kind], {}), **shared, **text, "architectures": [kinds[kind]]}
+    return {**_DEFAULTS.get(kinds[kind], {}), **_OF_KINDS.get(kind, {}), **shared, **text, "architectures": [kinds[kind]]}
 
 
 def language_tensors(config: Mapping[str, Any], tensors: Mapping[str, Record]) -> tuple[Mapping[str, Record], str | None]:

@@ -43,23 +43,31 @@ _TRAINING = frozenset(
 )  # fmt: skip
 _READ = frozenset(
     ("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights",
-     "layers_to_transform"),
+     "layers_to_transform", "target_parameters"),
 )  # fmt: skip
+_SECOND = ".base_layer"  # of the inner one of two parameters of a module
+_OF_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+_PARAMETERS_SINCE = (0, 19, 1)  # the version of PEFT whose matrices of parameters are those of transformers 5
 _OWN_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to begin that also change the base model's weights
 
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """What an adapter adds to one module: scale * x a^T b^T, with a [rank, I] and b [O, rank] in the file."""
+    """What an adapter adds to one module: scale * x a^T b^T, with a [rank, I] and b [O, rank] in the file.
+
+    Of a parameter with a matrix for each of X experts a is [X rank, I], one expert's rows after the other's, and b [O, rank X], first the
+    columns of all experts for the first rank, then for the next. `matrices` is X, 1 for others.
+    """
 
     module: str
     scale: float
     a: TensorRecord
     b: TensorRecord
+    matrices: int = 1
 
     @property
     def rank(self) -> int:
-        return self.a.shape[0]
+        return self.a.shape[0] // self.matrices
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
         """a and scale * b, float32. FormatError for numbers that are not finite, or a file that was truncated since."""
@@ -109,6 +117,7 @@ class _Settings:
         self._ranks = {key: self._number(name, key, value) for name, key, value in self._patterns("rank_pattern")}
         self._alphas = {key: self._number(name, key, value) for name, key, value in self._patterns("alpha_pattern")}
         self._targets = _targets(fields.get("target_modules"))
+        self._experts = _parameters(fields)
         layers = fields.get("layers_to_transform")
         self._layers = None if layers in (None, []) else [layers] if type(layers) is int else fields.integers("layers_to_transform")
 
@@ -127,11 +136,15 @@ class _Settings:
 
     def check_target(self, module: str, layer: int | None) -> None:
         """ModelError for tensors of a module that the description does not name: PEFT would leave them out."""
-        if self._targets is not None and not any(_names(target, module) for target in self._targets):
+        if self._targets is not None and not self.has_experts(module) and not any(_names(target, module) for target in self._targets):
             raise ModelError(f"{CONFIG_NAME}: target_modules does not name {quoted(module)}, for which the file has tensors")
         if self._layers is not None and layer not in self._layers:
             place = quoted(module) if layer is None else f"layer {layer}"
             raise ModelError(f"{CONFIG_NAME}: layers_to_transform does not have {place}, for which the file has tensors")
+
+    def has_experts(self, module: str) -> bool:
+        """Whether the tensors are of a parameter of this module, and not of the module; of two the inner one has a suffix."""
+        return any(_names(key, module.removesuffix(_SECOND)) for key in self._experts)
 
     def rank(self, module: str) -> float:
         return next((rank for key, rank in self._ranks.items() if _names(key, module)), float(self._rank))
@@ -153,6 +166,23 @@ def _targets(value: Any) -> list[str] | None:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise ModelError(f"{CONFIG_NAME}: target_modules must be a text or a list of names, got {quoted(value)}")
     return value
+
+
+def _parameters(fields: Fields) -> list[str]:
+    """The modules whose parameters have adapters: experts, of which PEFT takes those of a layer as one parameter."""
+    value = fields.get("target_parameters") or []
+    if not isinstance(value, list) or not all(isinstance(name, str) and name.endswith(_OF_EXPERTS) for name in value):
+        expected = f"a list of names that end with {' or '.join(_OF_EXPERTS)}"
+        raise ModelError(f"{CONFIG_NAME}: target_parameters must be {expected}, got {quoted(value)}")
+    version = str(fields.get("peft_version"))
+    found = re.match(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})", version, re.ASCII)
+    if value and (found is None or tuple(map(int, found.groups())) < _PARAMETERS_SINCE):
+        since = ".".join(map(str, _PARAMETERS_SINCE))
+        raise ModelError(
+            f"{CONFIG_NAME}: target_parameters of peft_version {quoted(version)} are not supported, as inputs and outputs may be the other "
+            f"way around; save the adapter with PEFT {since} or later"
+        )
+    return [name.rpartition(".")[0] for name in value]
 
 
 def _refuse_unsupported(values: dict[str, Any]) -> None:
@@ -201,14 +231,16 @@ def _low_rank(settings: _Settings, layer: int | None, part: str, pair: Mapping[s
             raise FormatError(
                 f"{_SPEAKER}: {quoted(record.name)} is {record.format} {list(record.shape)}; expected a matrix in {', '.join(_FLOATS)}"
             )
-    rank, told = a.shape[0], settings.rank(module)
-    if rank != told or b.shape[1] != rank:
+    stacked, told = a.shape[0], settings.rank(module)
+    matrices = int(stacked // told) if settings.has_experts(module) and told >= 1 else 1
+    rank = stacked // max(matrices, 1)
+    if matrices * told != stacked or b.shape[1] != stacked:
         raise FormatError(
             f"{_SPEAKER}: {quoted(module)} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, and its rank is {told:g} by {CONFIG_NAME}"
         )
     if not 1 <= rank <= MAX_RANK:
         raise ModelError(f"{_SPEAKER}: {quoted(module)} has rank {rank}; supported are ranks from 1 to {MAX_RANK}")
-    return LowRank(module, settings.scale(module, rank), a, b)
+    return LowRank(module, settings.scale(module, rank), a, b, matrices)
 
 
 def _numbers(record: TensorRecord) -> np.ndarray:

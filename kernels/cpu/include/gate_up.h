@@ -3,8 +3,7 @@
 //
 //   F       features of gate and of up, a multiple of 16; I (product.h) is the width of x
 //   HALF    BOTH; where gate and up have different formats, GATE writes gate to the output, and UP, launched after it, reads it there
-//   BIAS    whether there is a bias: gate's, and that of up UP_BIAS numbers after it, [2 F] if nothing else is defined; with BIAS_PITCH = 2 F
-//           each row has one
+//   BIAS    whether there is a bias of each row, which may be the same one: gate's, and that of up UP_BIAS numbers after it
 //
 // A run of pairs of gate's panels comes before those of up. silu(a) = a / (1 + e^-a).
 #pragma once
@@ -63,7 +62,7 @@ static inline void finish_row(float *out, const float *gates, const float *ups, 
 }
 
 static inline void gate_up_run(const uint8_t *gate, const uint8_t *up, int first, int end, const uint8_t *next, const uint8_t *x_rows,
-                               int tokens, float *const *outs, const float *biases) {
+                               int tokens, float *const *outs, const float *const *biases) {
   float gates[GATE_ROWS * 32], ups[MAX_TOKENS * 32];
   const uint8_t *last = HALF == BOTH ? up + 2 * first * PANEL : next;
   for (int pair = first; HALF != UP && pair < end; pair++)
@@ -71,16 +70,16 @@ static inline void gate_up_run(const uint8_t *gate, const uint8_t *up, int first
   for (int pair = first; pair < end; pair++) {
     if (HALF != GATE) pair_dot(up, pair, pair + 1 < end ? up + 2 * (pair + 1) * PANEL : next, x_rows, tokens, ups);
     for (int r = 0; r < tokens; r++) {
-      const float *own = BIAS ? biases + (long)r * BIAS_PITCH : 0;
+      const float *own = BIAS ? biases[r] : 0;
       finish_row(outs[r], run_tile(gates, pair - first) + r * 32, ups + r * 32, own, pair * 32);
     }
   }
 }
 
 // Pairs `first` to `end` - 1, MAX_RUN at most, of the panels `gate` and `up` (the same where HALF is one of them) with `tokens` prepared
-// rows, whose results begin at outs[r]. `next` are the panels that are read after these.
+// rows, whose results begin at outs[r] and whose biases at biases[r]. `next` are the panels that are read after these.
 static inline void gate_up_tile(const uint8_t *gate, const uint8_t *up, int first, int end, const uint8_t *next, const uint8_t *x_rows,
-                                int tokens, float *const *outs, const float *biases) {
+                                int tokens, float *const *outs, const float *const *biases) {
   const int run = tokens <= STREAM_TOKENS ? end - first : 1;
   for (int pair = first; pair < end; pair += run)
     gate_up_run(gate, up, pair, pair + run, pair + run < end ? gate + 2 * (pair + run) * PANEL : next, x_rows, tokens, outs, biases);
