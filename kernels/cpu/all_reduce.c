@@ -4,7 +4,7 @@
 //   out       [T, O] float32
 //   shared    meeting.h: the memory of all ranks; this one writes its part into its place
 //   part      [T, O] float32   this rank's slices of the product (matmul.c)
-//   bias      [O] float32, if BIAS
+//   bias      [O] float32, if BIAS; with BIAS_PITCH = O [T, O], a row's own (lora_bias.c)
 //   out_norm  [O] float32, if OUT_NORM (outputs.h)
 //   residual  [T, O] float32, if RESIDUAL
 //   rows      [1] int32        how many rows there are, 0 to T; further rows of out are unchanged. The same in all ranks
@@ -13,6 +13,7 @@
 // work, with OUT_NORM every row of out once more.
 // The place of one rank is read by all others from its core's cache; no rank writes where another does.
 #include "outputs.h"
+#include "params.h"
 #include "rank_sums.h"
 
 #include "arguments.h"  // the last one
@@ -31,7 +32,7 @@ static void all_reduce(float *out, uint8_t *shared, const float *part,
     for (int o = first; o < end; o += 16) {
       const long at = (long)(unit / UNITS) * O + o;
       v16 y = sum_of_ranks(places, at);
-      if (BIAS) y = v16_add(y, v16_load(bias + o));
+      if (BIAS) y = v16_add(y, v16_load(bias + (long)(unit / UNITS) * BIAS_PITCH + o));
       v16_store(out + at, ADDS_AT_ONCE ? joined(y, residual + at) : y);
     }
   }

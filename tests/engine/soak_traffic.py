@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TINYVLLM_THREADS", "1")
@@ -29,6 +30,7 @@ from tinyvllm.errors import BusyError, RequestError  # noqa: E402
 from tinyvllm.request import BeamSearchParams, RequestOptions, StructuredOutputsParams  # noqa: E402
 
 LONGEST, ROWS, BLOCKS, VOCAB = 160, 12, 20, 3072
+RECURRENT_VOCAB = 256  # of the recorded models
 WARM = 0.4  # of the time, before memory is looked at for the first time
 GROWTH = 16.0  # MiB that it may grow after that; hashes of evicted blocks alone are remembered up to 14
 CAPTURE = 0.15  # MiB of one captured step: each new shape, and each new set of sampling filters for a batch size, makes one and keeps it
@@ -70,12 +72,19 @@ class Asked:
 
 
 class Traffic:
-    def __init__(self, seed: int, check_every: int = 6, drafter: str | None = None):
-        self.random = random.Random(seed)
+    """Requests at random for an engine, and an engine that computes a sample of them alone. With `recurrent` the folder of a model with
+    recurrent states, which has no tokenizer: without swapping, requests of several kinds, and texts.
+    """
+
+    def __init__(self, seed: int, check_every: int = 6, drafter: str | None = None, recurrent: Path | None = None):
+        self.random, self.recurrent = random.Random(seed), recurrent is not None
+        self.vocabulary = RECURRENT_VOCAB if self.recurrent else VOCAB
         common: dict[str, Any] = dict(device="CPU", max_model_len=LONGEST)
+        if recurrent is not None:
+            common |= dict(model=str(recurrent), dtype="float32", skip_tokenizer_init=True)
         self.llm = LLM(
-            max_num_seqs=ROWS, max_num_batched_tokens=48, num_blocks=BLOCKS, swap_space="1MB", max_num_queued_reqs=24,
-            speculative_config=drafter and {"method": drafter, "num_speculative_tokens": 4}, **common
+            max_num_seqs=ROWS, max_num_batched_tokens=48, num_blocks=BLOCKS, swap_space=0 if self.recurrent else "1MB",
+            max_num_queued_reqs=24, speculative_config=drafter and {"method": drafter, "num_speculative_tokens": 4}, **common
         )  # fmt: skip
         self.calm = LLM(max_num_seqs=8, max_num_batched_tokens=256, num_blocks=100, enable_prefix_caching=False, **common)
         self.engine = self.llm.engine
@@ -84,7 +93,7 @@ class Traffic:
         self.asked: dict[str, Asked] = {}
         self.seen: Counter[str] = Counter()
         self.count = self.steps = 0
-        self.preemptions = 0
+        self.preemptions = self.cached = 0  # of requests that have ended; tokens of prompts that were cached
 
     # ---- what is asked ----
 
@@ -92,8 +101,8 @@ class Traffic:
         """Of four families, so that beginnings are shared; mostly short."""
         rng = self.random
         length = rng.choice((1, 3, 12, 16, 17, 30, 33, 48, 60, rng.randint(1, 110)))
-        family = np.random.default_rng(rng.randrange(4)).integers(10, VOCAB, LONGEST)
-        own = np.random.default_rng(rng.randrange(40)).integers(10, VOCAB, LONGEST)
+        family = np.random.default_rng(rng.randrange(4)).integers(10, self.vocabulary, LONGEST)
+        own = np.random.default_rng(rng.randrange(40)).integers(10, self.vocabulary, LONGEST)
         return [0, *family[: length * 3 // 4].tolist(), *own.tolist()][:length]
 
     def options(self) -> RequestOptions:
@@ -111,7 +120,7 @@ class Traffic:
     def ask(self) -> Asked:
         rng, options = self.random, self.options()
         kinds = ("plain",) * 8 + ("shaped", "shaped", "several", "best", "beams", "scored", "grammar", "grammar", "processor", "raises")
-        kind = rng.choice(kinds)
+        kind = rng.choice([kind for kind in kinds if not (self.recurrent and kind == "grammar")])
         tokens = rng.choice((1, 2, 5, 9, 17, 30, 45))
         if kind == "beams":
             stopping = rng.choice((True, False, "never"))
@@ -122,9 +131,9 @@ class Traffic:
         fields["output_kind"] = rng.choice(("cumulative", "delta", "final_only"))
         fields |= {
             "shaped": lambda: rng.choice((
-                dict(repetition_penalty=1.3), dict(presence_penalty=0.5, frequency_penalty=0.3), dict(bad_words=[" the", "a", "once upon"]),
-                dict(min_tokens=tokens, stop_token_ids=[42]), dict(stop=["e", "on a"]), dict(allowed_token_ids=list(range(30, 300))),
-                dict(logit_bias={50: 5.0}), dict(logprobs=2),
+                dict(repetition_penalty=1.3), dict(presence_penalty=0.5, frequency_penalty=0.3), dict(logit_bias={50: 5.0}),
+                dict(min_tokens=tokens, stop_token_ids=[42]), dict(allowed_token_ids=list(range(30, 200))), dict(logprobs=2),
+                *([] if self.recurrent else [dict(bad_words=[" the", "a", "once upon"]), dict(stop=["e", "on a"])]),
             )),
             "several": lambda: dict(n=rng.choice((2, 3))),
             "best": lambda: dict(n=1, best_of=2, temperature=0.9, seed=rng.randrange(1000)),
@@ -137,7 +146,7 @@ class Traffic:
 
     def arrive(self) -> None:
         if self.random.random() < 0.06:
-            self.refused(self.random.choice(([], [VOCAB + 5], [5] * LONGEST, [-1])), SamplingParams())
+            self.refused(self.random.choice(([], [self.vocabulary + 5], [5] * LONGEST, [-1])), SamplingParams())
         asked, name = self.ask(), f"r{self.count}"
         self.count += 1
         try:
@@ -174,6 +183,7 @@ class Traffic:
     def ended(self, output: RequestOutput, asked: Asked) -> None:
         reasons = list(asked.reasons.values())
         self.preemptions += output.metrics.preemptions
+        self.cached += output.num_cached_tokens
         params = asked.params
         whole = isinstance(params, BeamSearchParams) or params.output_kind != "delta"
         for reason in reasons:
@@ -224,7 +234,11 @@ class Traffic:
             self.asked[name].aborted = True
             self.engine.abort(name)
         if rng.random() < 0.005:
-            rounds, overlap, mode = rng.choice((1, 4)), rng.random() < 0.5, rng.choice((None, "swap", "recompute"))
+            rounds, overlap, mode = (
+                rng.choice((1, 4)),
+                rng.random() < 0.5,
+                rng.choice((None, "recompute" if self.recurrent else "swap", "recompute")),
+            )
             self.engine.config = replace(self.engine.config, num_scheduler_steps=rounds, async_scheduling=overlap)
             self.engine.scheduler.limits = replace(self.engine.scheduler.limits, preemption=mode)
         if self.engine.has_work():
@@ -283,6 +297,7 @@ def check_empty(engine: Engine) -> None:
     assert not (scheduler.deadlines or [*scheduler._copies] or scheduler.borrowed.num_held or scheduler.borrowed.num_wanted)
     assert not (scheduler.prefixes.inflight._computing or scheduler.prefixes.inflight._waiting)
     assert len(scheduler._free_rows) == scheduler.limits.max_num_seqs
+    assert scheduler.states.snapshots is None or not scheduler.states.snapshots.num_held
     requests = engine.requests
     assert not (len(requests) or requests.owners or requests._rows or requests.have_output or engine.scoring or engine.loop.in_flight)
     assert not len(engine.constraints)
@@ -299,9 +314,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--recurrent", metavar="FOLDER", type=Path, help="a model with recurrent states, as tests/tiny/golden/qwen3.5")
     parser.add_argument("--drafter", metavar="METHOD", help="speculate by a method without a model, such as suffix or eagle_lite")
     given = parser.parse_args()
-    traffic = Traffic(given.seed, drafter=given.drafter)
+    traffic = Traffic(given.seed, drafter=given.drafter, recurrent=given.recurrent)
     try:
         traffic.run(60 * given.minutes, lambda line: print(line, flush=True))
     finally:

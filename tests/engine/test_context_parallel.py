@@ -1,4 +1,6 @@
-"""Context parallelism on the CPU: the tokens and log-probabilities of one process, and contexts that no rank's share holds."""
+"""Context parallelism on the CPU, alone and with the other two ways: the tokens and log-probabilities of one process, and contexts that no
+rank's share holds.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ import pytest
 
 from tests.engine.test_kernels import kernels
 from tests.engine.test_pipeline_parallel import results
-from tests.engine.test_tensor_parallel import GOLDEN, PARAMS, alive, run_on, start
+from tests.engine.test_tensor_parallel import GOLDEN, PARAMS, alive, run_on, start, wide_description
 from tinyvllm import LLM, SamplingParams
+from tinyvllm.distributed import ranks
 from tinyvllm.errors import KernelError, RankError, RequestError
 from tinyvllm.request import BeamSearchParams
 
@@ -45,7 +48,8 @@ def answers(size: int, **options: Any) -> dict[str, Any]:
         found["forks"] = [one.token_ids for one in llm.generate(LONG[1:2], SEVERAL)[0].outputs]
         found["beams"] = [one.token_ids for one in llm.beam_search(LONG[1], BeamSearchParams(2, 6))[0].outputs]
         found["scored"] = llm.prompt_logits(LONG[1]["prompt_token_ids"])
-        found["embedding"] = llm.embed(LONG[2])
+        if "tensor_parallel_size" not in options:
+            found["embedding"] = llm.embed(LONG[2])
     return found
 
 
@@ -62,14 +66,76 @@ def answers(size: int, **options: Any) -> dict[str, Any]:
                 (2, {"kv_cache_dtype": "fp8", "quantization": "q8_0"}),
                 (2, {"quantization": "q4_k_m"}),
                 (2, {"quantization": "mxfp4"}),
+                (2, {"tensor_parallel_size": 2}),
+                (2, {"tensor_parallel_size": 2, "quantization": "q4_k", "kv_cache_dtype": "int8"}),
+                (2, {"tensor_parallel_size": 4, "quantization": "q8_0"}),
+                (4, {"tensor_parallel_size": 2}),
+                (2, {"pipeline_parallel_size": 2}),
+                (2, {"pipeline_parallel_size": 3, "quantization": "q4_k_m"}),
+                (2, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
             )
         ),
     ],
 )
-def test_ranks_have_the_bits_of_one_process(size: int, options: dict[str, str]) -> None:
-    expected, got = answers(1, **options), answers(size, **options)
-    for name, value in expected.items():
-        np.testing.assert_equal(got[name], value, err_msg=name)
+def test_ranks_have_the_bits_of_one_process(size: int, options: dict[str, Any]) -> None:
+    expected, got = answers(1, **alone(options)), answers(size, **options)
+    for name, value in got.items():
+        np.testing.assert_equal(value, expected[name], err_msg=name)
+
+
+def alone(options: dict[str, Any]) -> dict[str, Any]:
+    """The same options of one process."""
+    return {name: value for name, value in options.items() if not name.endswith("_parallel_size")}
+
+
+@pytest.mark.parametrize("way", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_a_grid_of_four_ranks(way: str) -> None:
+    """A prompt in chunks, a prefix hit, greedy and seeded rows in one batch; then a rank is killed that is no neighbour of rank 0."""
+    expected = answers(1)
+    with open_ranks(2, max_num_batched_tokens=200, **{way: 2}) as llm:
+        assert results(llm.generate(LONG[:2], PARAMS[:2])) == expected["greedy and seeded"][:2]
+        (again,) = llm.generate(LONG[1:2], TO_THE_END)
+        assert again.num_cached_tokens == 512 and results([again]) == expected["cached"]
+        np.testing.assert_array_equal(llm.prompt_logits(LONG[1]["prompt_token_ids"]), expected["scored"])
+        pids = start(llm)
+        os.kill(pids[2], signal.SIGKILL)
+        with pytest.raises(RankError, match=r"rank 3 \(process \d+\) ended with code -9"):
+            run_on(llm)
+    assert len(pids) == 3 and not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize(("rank", "sent"), [(1, signal.SIGKILL), (2, signal.SIGKILL), (2, signal.SIGSTOP), (3, signal.SIGSTOP)])
+def test_any_rank_of_a_grid_ends_the_engine(way: str, rank: int, sent: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_ranks(2, **{way: 2}) as llm:
+        pids = start(llm)
+        monkeypatch.setattr(ranks, "SILENT_SECONDS", 2.0)
+        os.kill(pids[rank - 1], sent)
+        reason = "ended with code -9" if sent == signal.SIGKILL else r"hangs: no heartbeat for \d+ s"
+        for _ in range(2):
+            with pytest.raises(RankError, match=rf"rank {rank} \(process \d+\) {reason}"):
+                run_on(llm)
+    assert not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_pass_on_the_side_of_steps_in_flight(tensor: int) -> None:
+    """All ranks of the last stage run it before the steps that were announced earlier, as rank 0 does: their kernels meet."""
+    tokens = LONG[2]["prompt_token_ids"]
+    with open_ranks(1) as llm:
+        expected, logits = results(llm.generate(LONG[:2], TO_THE_END)), llm.prompt_logits(tokens)
+    with open_ranks(2, pipeline_parallel_size=2, tensor_parallel_size=tensor, num_blocks=8) as llm:
+        for number, prompt in enumerate(LONG[:2]):
+            llm.engine.add(f"{number}", prompt["prompt_token_ids"], TO_THE_END)
+        finished: dict[str, Any] = {}
+        for turn in range(200):
+            finished |= {output.request_id: output for output in llm.engine.step() if output.finished}
+            if turn in (3, 12):
+                assert llm.engine.loop.in_flight
+                np.testing.assert_array_equal(llm.prompt_logits(tokens), logits)
+        assert results([finished["0"], finished["1"]]) == expected
 
 
 def test_a_context_fits_that_no_share_holds() -> None:
@@ -122,17 +188,32 @@ def wider(name: str, folder: Path) -> Path:
     return folder
 
 
+def family_answers(path: Path, **sizes: int) -> list[Any]:
+    options: dict[str, Any] = {"max_model_len": 720, "max_num_batched_tokens": 250, "max_num_seqs": 2, "kv_memory": "8MiB"}
+    options |= {"load_format": "dummy", "skip_tokenizer_init": True, "speculative_config": "off"}
+    with LLM(path, device="CPU", **options, **sizes) as llm:
+        prompts = [{"prompt_token_ids": [5 + i % 70 for i in range(700)]}, {"prompt_token_ids": [7, 9, 11]}]
+        return results(llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=2)))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_has_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
     """Windows, sinks, caps, latents, experts, norms of outputs, and learned positions."""
-    path, found = wider(name, tmp_path / name), []
-    options: dict[str, Any] = {"max_model_len": 720, "max_num_batched_tokens": 250, "max_num_seqs": 2, "kv_memory": "8MiB"}
-    for size in (1, 2):
-        with LLM(path, device="CPU", context_parallel_size=size, load_format="dummy", skip_tokenizer_init=True, **options) as llm:
-            prompts = [{"prompt_token_ids": [5 + i % 70 for i in range(700)]}, {"prompt_token_ids": [7, 9, 11]}]
-            found.append(results(llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=2))))
-    assert found[0] == found[1]
+    path = wider(name, tmp_path / name)
+    expected = family_answers(path)
+    for stages in (1, 2):
+        assert family_answers(path, context_parallel_size=2, pipeline_parallel_size=stages) == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["deepseek2", "gemma3", "gpt-oss", "mixtral", "olmo2"])
+def test_a_family_in_a_grid(name: str, tmp_path: Path) -> None:
+    """Rows of prompts are divided among ranks with the same weights, and the experts of these rows among the others."""
+    path = wide_description(name, tmp_path / name)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    assert family_answers(path, context_parallel_size=2, tensor_parallel_size=2) == family_answers(path)
 
 
 def test_heads_without_kernels_are_refused() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.engine.test_tensor_parallel import GOLDEN, PARAMS, PROMPTS, alive, open_ranks, run_on, start
+from tests.tiny.families import FAMILIES, SAME_DIVISION
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.distributed import ranks
 from tinyvllm.engine.pipeline_loop import PipelineLoop
@@ -20,10 +21,6 @@ from tinyvllm.request import BeamSearchParams, StructuredOutputsParams
 LONG = [{"prompt_token_ids": np.random.default_rng(seed).integers(3, 3000, 40).tolist()} for seed in range(4)]
 SEVERAL = SamplingParams(n=3, temperature=0.9, seed=2, max_tokens=12)
 IN_LETTERS = SamplingParams(temperature=0.9, seed=6, max_tokens=14, structured_outputs=StructuredOutputsParams(regex="[a-z ]{12}"))
-REFUSED = {
-    **dict.fromkeys(("qwen3.5", "qwen3.5moe", "qwen3next"), "models with recurrent states"),
-    **dict.fromkeys(("gemma4", "gemma4moe"), "layers with other heads, or inputs of their own,"),
-}
 TO_THE_END = SamplingParams(temperature=0.8, seed=5, max_tokens=60, ignore_eos=True, logprobs=1)
 
 
@@ -104,12 +101,8 @@ def test_two_steps_are_in_flight_over_different_sequences(monkeypatch: pytest.Mo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir() if path.is_dir()))
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - SAME_DIVISION))
 def test_a_family_has_the_bits_of_one_process(name: str) -> None:
-    if name in REFUSED:
-        with pytest.raises(ModelError, match=REFUSED[name]):
-            LLM(GOLDEN / name, device="CPU", pipeline_parallel_size=2, skip_tokenizer_init=True)
-        return
     found = []
     for stages in (1, 2):
         options = {"max_model_len": 128, "max_num_seqs": 2, "num_blocks": 32, "max_num_batched_tokens": 48, "skip_tokenizer_init": True}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,6 +144,44 @@ def test_what_cannot_work_is_refused_by_name(options, words):
         open_llm(**options)
 
 
-def test_ranks_are_refused():
-    with pytest.raises(ModelError, match="2 ranks: models with recurrent states"):
-        open_llm(pipeline_parallel_size=2)
+def divided_case(**options) -> dict[str, Any]:
+    """What must not depend on ranks: prompts in chunks, sequences that are preempted, copies of states, continuations, drawn tokens."""
+    found: dict[str, Any] = {}
+    with open_llm(max_num_batched_tokens=32, speculative_config="off", num_blocks=9, **options) as llm:
+        found["greedy"] = generated(llm, PROMPTS)
+        assert llm.engine.metrics.recomputed > 0, "the case is of no use"
+        llm.engine.scheduler.prefix.reset()
+        generated(llm, PROMPTS[2:3])
+        (again,) = llm.generate([{"prompt_token_ids": [*PROMPTS[2], *range(9, 20)]}], SCORED)
+        found["cached"] = again.num_cached_tokens, again.outputs[0].token_ids
+        several = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=8, ignore_eos=True)
+        found["drawn"] = [one.token_ids for one in llm.generate([{"prompt_token_ids": PROMPTS[0]}], several)[0].outputs]
+        found["scored"] = llm.prompt_logits(PROMPTS[2])
+        if not options.get("tensor_parallel_size"):
+            found["embedding"] = llm.embed([{"prompt_token_ids": PROMPTS[0]}])
+    return found
+
+
+@pytest.fixture(scope="module")
+def undivided(alone):
+    found = divided_case()
+    assert found["greedy"] == alone and found["cached"][0] > 0
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stages"), [(2, 2), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((2, 1), (1, 2), (1, 3)))]
+)
+def test_ranks_have_the_bits_of_one_process(undivided, tensor, stages):
+    """Of three stages the first and the last have states only, and no keys and values."""
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
+    found = divided_case(**{name: size for name, size in sizes.items() if size > 1})
+    for name, value in found.items():
+        np.testing.assert_equal(value, undivided[name], err_msg=name)
+
+
+def test_what_cannot_be_divided_is_refused_by_name():
+    with pytest.raises(ModelError, match="context_parallel_size=2: models with recurrent states"):
+        open_llm(context_parallel_size=2)
+    with pytest.raises(ModelError, match="tensor_parallel_size=4: the slices of blk.0.attn_output.weight in F32 cut a head"):
+        open_llm(tensor_parallel_size=4)

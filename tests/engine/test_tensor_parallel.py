@@ -17,6 +17,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.engine.test_kernels import kernels
+from tests.tiny.delta import write_delta_model
+from tests.tiny.families import FAMILIES, SAME_DIVISION
 from tests.tiny.small_floats import experts_in_mxfp4
 from tests.tiny.to_gguf import read_folder, write_gguf
 from tests.tiny.wide import with_wide_experts
@@ -63,25 +65,22 @@ def test_ranks_have_the_bits_of_one_process(size: int, quantization: str | None)
     np.testing.assert_array_equal(got_logits, logits)
 
 
-UNDIVIDED = {
-    **dict.fromkeys(("qwen3next", "qwen3.5", "qwen3.5moe"), "models with recurrent states"),
-    "gpt2": "models with learned positions",
-    **dict.fromkeys(("gemma4", "gemma4moe"), "layers with other heads, or inputs of their own,"),
-}
+UNDIVIDED = {"gpt2": "models with learned positions"}
 EXPERTS = ("dots1", "ernie4.5moe", "glm4moe", "gpt-oss", "gpt-oss-clamped", "granitemoe", "mixtral", "olmoe", "qwen2moe", "qwen3moe")
-EXPERTS += ("qwen3moe-mixed", "deepseek2", "deepseek2-groups", "deepseek3", "glm4moelite")
+EXPERTS += ("qwen3next", "qwen3.5moe", "gemma4moe", "qwen3moe-mixed", "deepseek2", "deepseek2-groups", "deepseek3", "glm4moelite")
 
 
 def family_answers(model: Path, size: int, **more: Any) -> list[Any]:
     options = {"max_model_len": 128, "max_num_seqs": 2, "num_blocks": 32, "max_num_batched_tokens": 48, "skip_tokenizer_init": True}
     with LLM(model, device="CPU", tensor_parallel_size=size, **options | more) as llm:
         prompts = [{"prompt_token_ids": [*range(5, 75)]}, {"prompt_token_ids": [7, 9, 11]}]
-        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=2))
+        params = [SamplingParams(temperature=heat, seed=3, max_tokens=16, ignore_eos=True, logprobs=2) for heat in (0.0, 0.8)]
+        outputs = llm.generate(prompts, params)
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir() if path.is_dir()))
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - SAME_DIVISION))
 def test_a_family_has_the_bits_of_one_process_or_is_refused(name: str, tmp_path: Path) -> None:
     if name in UNDIVIDED:
         with pytest.raises(ModelError, match=rf"{UNDIVIDED[name]}.* are not divided yet"):
@@ -89,6 +88,23 @@ def test_a_family_has_the_bits_of_one_process_or_is_refused(name: str, tmp_path:
         return
     model = with_wide_experts(name, tmp_path / name) if name in EXPERTS else GOLDEN / name
     assert family_answers(model, 2) == family_answers(model, 1)
+
+
+def test_layers_with_heads_of_two_sizes_have_the_bits_of_one_process() -> None:
+    """In two stages of two ranks. The last three of six layers read the keys and values of others, and all have inputs of their own."""
+    model = GOLDEN / "gemma4"
+    assert family_answers(model, 2, pipeline_parallel_size=2) == family_answers(model, 1)
+    with pytest.raises(ModelError, match="the last 5 of 6 layers are in one stage, .*; use 2 stages at most"):
+        family_answers(model, 1, pipeline_parallel_size=3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("quantization", [None, "q8_0"])
+def test_value_heads_in_the_order_of_gguf(quantization: str | None, tmp_path: Path) -> None:
+    """Of two ranks each has the value heads of all key heads."""
+    path = tmp_path / "model.gguf"
+    write_gguf(write_delta_model(tmp_path / "model"), path, "qwen35")
+    assert family_answers(path, 2, quantization=quantization) == family_answers(path, 1, quantization=quantization)
 
 
 def test_experts_have_the_bits_of_one_process(tmp_path: Path) -> None:
@@ -100,6 +116,7 @@ def test_experts_have_the_bits_of_one_process(tmp_path: Path) -> None:
 def wide_description(name: str, folder: Path) -> Path:
     """The description alone, of a model whose matrices 8 ranks can divide: 768 features are 3 blocks of Q4_K, which slices cut."""
     widths = {"hidden_size": 256, "head_dim": 32, "num_attention_heads": 8, "num_key_value_heads": 4}
+    widths |= {"linear_num_key_heads": 4, "linear_num_value_heads": 16, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
     widths |= {"intermediate_size": 768, "moe_intermediate_size": 768, "shared_expert_intermediate_size": 512}
     config = json.loads((GOLDEN / name / "config.json").read_text())
     folder.mkdir()
@@ -116,9 +133,14 @@ def wide_description(name: str, folder: Path) -> Path:
         ("qwen3moe", 8, "q8_0"),
         ("gpt-oss", 4, "mxfp4"),
         ("mixtral", 8, None),
+        ("qwen3.5", 4, "q4_k"),
+        ("qwen3.5", 8, "q8_0"),
+        ("qwen3next", 2, "q4_k_m"),
+        ("gemma4", 4, "q4_k"),
+        ("gemma4moe", 4, "q8_0"),
     ],
 )
-def test_experts_of_any_format_among_any_ranks(name: str, size: int, quantization: str | None, tmp_path: Path) -> None:
+def test_matrices_of_any_format_among_any_ranks(name: str, size: int, quantization: str | None, tmp_path: Path) -> None:
     options = {"load_format": "dummy", "quantization": quantization, "dtype": "bfloat16"}
     model = wide_description(name, tmp_path / "model")
     assert family_answers(model, size, **options) == family_answers(model, 1, **options)

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from tinyvllm.config.engine import DEFAULT_MODEL, EngineConfig
+from tinyvllm.errors import ModelError
 from tinyvllm.runner.opened import OpenedModel, open_model
 from tinyvllm.runner.pipeline import PipelineStage, RankStart, divide, divide_layers
 
@@ -24,11 +25,21 @@ def test_the_largest_part_is_as_small_as_it_can_be(sizes: tuple[int, ...], parts
 
 def test_layers_are_divided_by_what_they_and_the_ends_take() -> None:
     layers = [(f"blk.{i}.ffn_up.weight", 10) for i in range(4)]
-    assert divide_layers(layers, 4, 0, 2, tied=False) == [2, 4]
-    assert divide_layers([*layers, ("token_embd.weight", 20)], 4, 0, 2, tied=False) == [1, 4]
-    assert divide_layers([*layers, ("token_embd.weight", 20)], 4, 0, 2, tied=True) == [2, 4], "the last stage has it, too"
-    assert divide_layers([*layers, ("output.weight", 20), ("output_norm.weight", 1)], 4, 0, 2, tied=False) == [3, 4]
-    assert divide_layers([*layers, ("output.weight", 20)], 4, 1000, 2, tied=False) == [2, 4], "a large cache outweighs the head"
+    assert divide_layers(layers, [0] * 4, 2, tied=False) == [2, 4]
+    assert divide_layers([*layers, ("token_embd.weight", 20)], [0] * 4, 2, tied=False) == [1, 4]
+    assert divide_layers([*layers, ("token_embd.weight", 20)], [0] * 4, 2, tied=True) == [2, 4], "the last stage has it, too"
+    assert divide_layers([*layers, ("output.weight", 20), ("output_norm.weight", 1)], [0] * 4, 2, tied=False) == [3, 4]
+    assert divide_layers([*layers, ("output.weight", 20)], [1000] * 4, 2, tied=False) == [2, 4], "a large cache outweighs the head"
+    assert divide_layers(layers, [0, 0, 0, 30], 2, tied=False) == [3, 4], "one layer alone has a cache"
+
+
+def test_layers_that_read_the_keys_of_others_are_in_the_last_stage() -> None:
+    layers = [(f"blk.{i}.ffn_up.weight", 10) for i in range(6)]
+    assert divide_layers(layers, [0] * 6, 2, tied=False) == [3, 6]
+    assert divide_layers(layers, [0] * 6, 2, tied=False, undivided=4) == [2, 6]
+    assert divide_layers(layers, [0] * 6, 3, tied=False, undivided=4) == [1, 2, 6]
+    with pytest.raises(ModelError, match="pipeline_parallel_size=4: the last 4 of 6 layers are in one stage.*; use 3 stages at most"):
+        divide_layers(layers, [0] * 6, 4, tied=False, undivided=4)
 
 
 def opened_rank(whole: OpenedModel, config: EngineConfig, rank: int) -> OpenedModel:
@@ -40,7 +51,7 @@ def test_stages_hold_each_tensor_once_and_a_tied_table_twice() -> None:
     config = EngineConfig(str(DEFAULT_MODEL), device="CPU", pipeline_parallel_size=2, num_blocks=8, speculative_config=None)
     last = open_model(config, "CPU")
     first = opened_rank(last, config, 1)
-    assert first.stage == PipelineStage(0, last.stage.ends, tied=True) and last.stage.is_last
+    assert first.stage == PipelineStage(0, last.stage.ends, tied=True) and last.stage.has_head
     assert len(first.model.blk) + len(last.model.blk) == last.config.num_blocks
     names = [[held.name for held in one.outline().held] for one in (first, last)]
     whole = open_model(EngineConfig(str(DEFAULT_MODEL), device="CPU", speculative_config=None), "CPU")

@@ -93,6 +93,7 @@ class EngineConfig(RankOptions):
     pipeline_parallel_size  runs of layers that the model is divided into, each in processes of its own, on the CPU
     context_parallel_size   processes that divide each sequence's keys and values, and attention to them: 1, 2, 4 or 8, on the CPU
     enable_lora             serve low-rank adapters (docs/lora.md): up to max_loras at the same time, of ranks up to max_lora_rank
+    lora_experts            adapters may also change the experts that rows choose; a large one of those takes gigabytes
     lora_modules            names and folders of the adapters that are loaded at the start, which imply enable_lora. `resolve` also takes a
                             dict, and texts such as "NAME=FOLDER"
     enable_cascade          read a cached prefix that running sequences share once for all of them
@@ -140,6 +141,7 @@ class EngineConfig(RankOptions):
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
+    lora_experts: bool = False
     lora_modules: tuple[tuple[str, str], ...] = ()
     enable_cascade: bool = True
     warm_up: bool = False
@@ -205,7 +207,9 @@ class EngineConfig(RankOptions):
     def _check_adapters(self) -> None:
         """ArgumentError for options of adapters that contradict each other."""
         unused = {
-            name: getattr(self, name) for name in ("max_loras", "max_lora_rank") if getattr(self, name) != getattr(EngineConfig, name)
+            name: getattr(self, name)
+            for name in ("max_loras", "max_lora_rank", "lora_experts")
+            if getattr(self, name) != getattr(EngineConfig, name)
         }
         if self.lora_modules:
             unused["lora_modules"] = self.lora_modules

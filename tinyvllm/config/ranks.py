@@ -73,14 +73,15 @@ class RankOptions:
         if self.num_ranks == 1:
             return
         sizes = {name: getattr(self, name) for name in ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")}
-        given, *others = (f"{name}={size}" for name, size in sizes.items() if size > 1)
-        if self.context_parallel_size > 1 and others:
-            raise ArgumentError(f"{given} does not work with {others[0]} yet: leave one of them out")
+        given = next(f"{name}={size}" for name, size in sizes.items() if size > 1)
         if self.more_devices:
             given = f"device={self.device_names}"
         elif self.device not in ("auto", "CPU"):
             raise ArgumentError(f"{given} runs on the CPU only, got device={self.device}: leave one of them out")
-        for name in ("swap_space", "speculative_config", "prefix_cache_dir", "async_scheduling", "imatrix", "enable_lora"):
+        refused = ["swap_space", "speculative_config", "prefix_cache_dir", "async_scheduling", "imatrix", "lora_experts"]
+        if self.more_devices or self.context_parallel_size > 1:
+            refused.append("enable_lora")
+        for name in refused:
             if getattr(self, name):
                 raise ArgumentError(f"{name} does not work with {given} yet: leave one of them out")
         if self.num_scheduler_steps != 1:

@@ -19,19 +19,23 @@ STEP_SECONDS = 60.0  # after which a step counts as hanging, though all ranks se
 SILENT_SECONDS = 10.0  # without a heartbeat, after which a rank counts as hanging
 START_SECONDS = 600.0  # to load the weights
 BEAT_SECONDS = 0.5  # from one heartbeat of a rank to the next
+ASK_SECONDS = 60.0  # for an answer
+DONE, REFUSED = b"+", b"-"  # answers, between heartbeats
 
 
 class Ranks:
     """All ranks but rank 0. A rank sends rank 0 a byte when it is ready, then one every BEAT_SECONDS.
 
     A message is a line of JSON. It goes to the ranks of the first stage; each rank passes it on to its neighbour in the next stage once it
-    has done what it says, and from the last but one it comes back to rank 0.
+    has done what it says. The ranks of the last stage take what comes to them in the order in which rank 0 does, which sends them that.
+    What `ask` sends each rank also answers, with a byte.
     """
 
     def __init__(self, memory: SharedMemory, start: dict[str, Any], threads: int):
         self._memory, self._closing, self._since = memory, False, 0.0
         self.failure: str | None = None
         self._noticed = threading.Event()  # that there is a failure
+        self._answered, self._answers = threading.Condition(), b""
         self._processes: list[subprocess.Popen[bytes]] = []
         self._sockets: list[socket.socket] = []
         layout = memory.layout
@@ -81,14 +85,38 @@ class Ranks:
 
     def send(self, **message: Any) -> None:
         """To the ranks of the first stage. RankError if one has ended."""
+        layout = self._memory.layout
+        self._send(range(max(1, layout.ranks - layout.world_size), layout.ranks), message)
+
+    def send_last(self, **message: Any) -> None:
+        """To the other ranks of the last of several stages."""
+        self._send(range(1, self._memory.layout.world_size), message)
+
+    def _send(self, ranks: range, message: dict[str, Any]) -> None:
         self.check()
-        line, layout = json.dumps(message).encode() + b"\n", self._memory.layout
-        for rank in range(max(1, layout.ranks - layout.world_size), layout.ranks):
+        line = json.dumps(message).encode() + b"\n"
+        for rank in ranks:
             try:
                 self._sockets[rank - 1].sendall(line)
             except OSError as error:
                 self._fail(self._ended(rank))
                 raise RankError(self._text()) from error
+
+    def ask(self, **message: Any) -> bool:
+        """`send`, and wait for the answers; whether all ranks have done it. RankError also if one does not answer."""
+        with self._answered:
+            self._answers = b""
+        self.send(**message)
+        if self._memory.layout.stages > 1:
+            self.send_last(**message)  # which have it in its turn, too, but must answer now
+        with self._answered:
+            wanted = len(self._sockets)
+            self._answered.wait_for(lambda: len(self._answers) == wanted or self.failure is not None, ASK_SECONDS)
+            answers = self._answers
+        if len(answers) < wanted:
+            self._fail(f"a rank hangs: it has not answered for {ASK_SECONDS:.0f} s")
+        self.check()
+        return REFUSED not in answers
 
     def receive(self) -> dict[str, Any]:
         """The next message that has passed all stages before rank 0's. RankError if a rank has ended or hangs."""
@@ -127,6 +155,8 @@ class Ranks:
         if self.failure is None and not self._closing:
             self.failure = reason
         self._noticed.set()
+        with self._answered:
+            self._answered.notify_all()
         self._memory.give_up()
         for process in self._processes:
             process.kill()
@@ -158,9 +188,14 @@ class Ranks:
     def _receives(self, rank: int) -> bool:
         """Whether a rank whose socket is readable has sent heartbeats; it has ended otherwise."""
         try:
-            alive = bool(self._sockets[rank - 1].recv(4096))
+            sent = self._sockets[rank - 1].recv(4096)
         except OSError:
-            alive = False
+            sent = b""
+        alive = bool(sent)
+        if answers := sent.replace(b".", b""):
+            with self._answered:
+                self._answers += answers
+                self._answered.notify_all()
         if not alive and not self._closing:
             self._fail(self._ended(rank))
         return alive

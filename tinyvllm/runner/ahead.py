@@ -113,18 +113,20 @@ class StepOutlines:
             advance(decode.batch(1), sampled, self._history_of(decode.shape), self._pool.block_size)
 
     def _call_copy(self) -> None:
-        if self._has_kernel("kv_copy"):
+        if self._pool.layers and self._has_kernel("kv_copy"):
             self._pool.call_copy()
 
     @functools.cached_property
     def _facts_between_steps(self) -> dict[str, ShapeFacts]:
         """What ops outside of the forward pass select their kernels for."""
-        layer = self._pool.layers[0].keys
-        return {
+        found = {
             "advance": ShapeFacts(self._placement),
-            "kv_copy": ShapeFacts(self._placement, block_bytes=layer.nbytes() // int(layer.shape[0])),
             "sample": ShapeFacts(self._placement, vocabulary=self._model.config.vocab_size),
         }
+        if self._pool.layers:
+            layer = self._pool.layers[0].keys
+            found["kv_copy"] = ShapeFacts(self._placement, block_bytes=layer.nbytes() // int(layer.shape[0]))
+        return found
 
     def _has_kernel(self, stem: str) -> bool:
         return replaceable_variant(stem, self._placement, self._facts_between_steps[stem]) is not None

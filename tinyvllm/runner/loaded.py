@@ -43,17 +43,18 @@ class LoadedModel:
         self.architecture = architecture_of(self.placement)
         self.options, self.max_num_seqs = config, config.max_num_seqs
         self.checkpoint, self.config, self.dtype, self.model = opened.checkpoint, opened.config, opened.dtype, opened.model
-        self._stage, self._divides = opened.stage, opened.split is not None
+        self._divides = opened.split is not None
         loader = self._load(opened, progress)
         # the other ranks of this machine load their weights after this one
         free = None if opened.whole is None or opened.division else free_memory(device) - (self.weight_bytes - loader.bytes)
         size = pool_size(config, opened, drafter, free)
         self.max_model_len, self.groups = size.max_model_len, groups_of(config, self.config)
         groups = self.groups.layers if self.groups.blocks.count > 1 else None
-        self.pool = opened.pool(opened.own_kv_layers, size.num_blocks, groups)
+        self.pool, self._layers = opened.pool(opened.own_kv_layers, size.num_blocks, groups), opened.layers
         self.kv_token_bytes, self.block_bytes = opened.block_bytes // config.block_size, block_bytes(config, opened)
         self.state_slots = checked_slots(config, self.config, device)
-        self.caches = all_caches(self.config, self.pool, new_states(self.config, self.state_slots, device))
+        states = new_states(opened.part, opened.layers, self.state_slots, device)
+        self.caches = all_caches(self.config, opened.layers, self.pool, states)
         self.adapters = AdapterPool(config, opened, device) if config.enable_lora else None
         # a pool too small for the model's context shortens sequences, but must not change what the positions mean
         constants = self.model.constants(self.max_model_len, config.max_model_len or self.config.max_context)
@@ -88,15 +89,16 @@ class LoadedModel:
     @property
     def kv_bytes_by_layer(self) -> list[float]:
         """Bytes of the keys and values of one token that each layer of this process reads."""
-        c, pool = self.config, self.pool
-        shapes = [pool.shapes[c.kv_source(layer)] for layer in range(c.num_blocks)] if c.window_heads else [pool.block] * len(self.windows)
+        c, pool, layers = self.config, self.pool, self._layers
+        stored = [layer for layer in layers if c.stores_keys(layer)]
+        shapes = [pool.shapes[stored.index(c.kv_source(layer))] for layer in layers] if c.window_heads else [pool.block] * len(layers)
         return [shape.nbytes / pool.block_size for shape in shapes]
 
     @property
     def windows(self) -> tuple[int, ...]:
         """The sliding window of each layer that this process has, 0 for full attention."""
         windows = tuple(self.config.windows) or (0,) * self.config.num_blocks
-        return windows if self._stage is None else windows[self._stage.layers.start : self._stage.layers.stop]
+        return windows[self._layers.start : self._layers.stop]
 
     def choices(self) -> list[Choice]:
         """Every choice of a kernel that was made in this process so far."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from tinygrad.dtype import DType
@@ -17,14 +18,16 @@ from tinyvllm.errors import ModelError
 from tinyvllm.integers import ceil_div
 from tinyvllm.models.config import ModelConfig, WeightRecipe
 from tinyvllm.models.families import check_layers, find_family, read_config, recipes_of, refuse_unused
-from tinyvllm.placement import Placement
+from tinyvllm.placement import Placement, RankGroup
+from tinyvllm.runner.grid import context_ranks, shared_layout, tensor_ranks
 from tinyvllm.runner.kv import BlockShape, KVPool, Layers
 from tinyvllm.runner.memory import free_memory, run_bytes
 from tinyvllm.runner.outlined import AllWeights, WeightOutline
 from tinyvllm.runner.pipeline import PipelineStage, RankStart, divide_layers, require_layers, sizes_by_layer
 from tinyvllm.runner.scratch import step_bytes, wanted_context
 from tinyvllm.runner.source import CheckpointSource, matrix_format, require_quantization, weight_dtype
-from tinyvllm.runner.split import Split, rank_group, shared_layout
+from tinyvllm.runner.split import Split
+from tinyvllm.runner.states import state_bytes, state_slots
 from tinyvllm.runner.weight_plan import WeightPlan
 from tinyvllm.runner.weights import WeightLoader
 from tinyvllm.sampling.parameters import SamplingFlags
@@ -58,6 +61,7 @@ class OpenedModel:
     whole: WeightOutline | AllWeights | None = None  # the weights of the model, where several ranks divide them
     division: Division | None = None  # of rank 0, where ranks are on several devices
     shapes: tuple[BlockShape, ...] = ()
+    blocks: tuple[Any, ...] = ()  # all layers of the model, whichever ranks have them
     copies: int = 0  # bytes of the weights that other ranks hold once more, if they do not find them in the cache folder
     likely_draw: SamplingFlags = SamplingFlags()  # what most requests will need, so that it is compiled with what precedes it
 
@@ -77,12 +81,25 @@ class OpenedModel:
         return () if self.division is None or self.stage is None else self.division.uses(len(self.stage.layers))
 
     @property
+    def part(self) -> ModelConfig:
+        """The configuration with the heads of this process."""
+        return self.split.local if self.split else self.config
+
+    @property
+    def layers(self) -> range:
+        """The layers of this process."""
+        return self.stage.layers if self.stage else range(self.config.num_blocks)
+
+    @property
+    def shares(self) -> int:
+        """How many ranks have a part of each layer's cache."""
+        groups = (self.split.group if self.split else None, self.block.ranks)
+        return prod(group.world_size for group in groups if group)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a cache block in all layers, and in all ranks."""
-        if self.shapes:
-            return sum(shape.nbytes for shape in self.shapes)
-        group = self.split.group if self.split else self.block.ranks
-        return self.config.kv_layers * self.block.nbytes * (group.world_size if group else 1)
+        return sum(map(self.layer_block_bytes, range(self.config.num_blocks))) * self.shares
 
     def group_bytes(self, size: int) -> int:
         """Bytes of a block of a group that has `size` of the largest places."""
@@ -91,7 +108,23 @@ class OpenedModel:
     @property
     def own_kv_layers(self) -> int:
         """The layers of this process that have keys and values of their own."""
-        return len(self.model.blk) - (self.config.num_blocks - self.config.kv_layers)
+        return len([layer for layer in self.layers if self.config.stores_keys(layer)])
+
+    @property
+    def own_shapes(self) -> tuple[BlockShape, ...]:
+        """Their shapes, where layers differ."""
+        return self.shapes[self.layers.start : self.layers.stop]
+
+    @property
+    def own_block_bytes(self) -> int:
+        """Bytes of a cache block in this process."""
+        return sum(map(self.layer_block_bytes, self.layers))
+
+    def layer_block_bytes(self, layer: int) -> int:
+        """Bytes of a cache block in one layer, in this process; 0 for a layer without keys and values of its own."""
+        if not self.config.stores_keys(layer):
+            return 0
+        return self.shapes[layer].nbytes if self.shapes else self.block.nbytes
 
     @property
     def weight_bytes(self) -> int:
@@ -121,7 +154,7 @@ class OpenedModel:
     def pool(self, layers: int, num_blocks: int, groups: Layers | None = None) -> KVPool:
         """Keys and values of `layers` layers, in these groups."""
         device = self.plan.placement.device
-        return KVPool(layers, num_blocks, self.block_size, self.block, device, groups, shapes=self.shapes)
+        return KVPool(layers, num_blocks, self.block_size, self.block, device, groups, shapes=self.own_shapes)
 
 
 def open_model(config: EngineConfig, device: str, start: RankStart | None = None) -> OpenedModel:
@@ -144,42 +177,61 @@ def open_model(config: EngineConfig, device: str, start: RankStart | None = None
         refuse_unused(model_config, recipes, without_zero_biases(stored.tensors))
     imatrix = None if config.imatrix is None else read_imatrix(expand_home("imatrix", config.imatrix))
     plan = WeightPlan(Placement(device), dtype, matrix_format(config), imatrix)
-    shapes = _block_shapes(config, model_config, dtype)
-    block = max(shapes, key=lambda shape: shape.nbytes)
-    if all(shape == block for shape in shapes):
-        shapes = ()
-    opened = OpenedModel(checkpoint, stored, model_config, dtype, model, recipes, plan, block, config.block_size, shapes=shapes)
+    block, shapes = _block_shapes(config, model_config, dtype)
+    opened = OpenedModel(checkpoint, stored, model_config, dtype, model, recipes, plan, block, config.block_size)
+    opened = replace(opened, shapes=shapes, blocks=tuple(model.blk))
     return opened if config.num_ranks == 1 else _part_of_rank(config, opened, start)
 
 
-def _block_shapes(config: EngineConfig, model: ModelConfig, dtype: DType) -> tuple[BlockShape, ...]:
-    """The block of each layer that has keys and values."""
+def _block_shapes(
+    config: EngineConfig, model: ModelConfig, dtype: DType, ranks: RankGroup | None = None
+) -> tuple[BlockShape, tuple[BlockShape, ...]]:
+    """The largest block of a layer that has keys and values; those of all of them, where they differ."""
     layers = [model.of_layer(layer) for layer in range(model.kv_layers)] if model.window_heads else [model]
-    return tuple(BlockShape.of(layer, config.block_size, config.kv_cache_dtype, dtype) for layer in layers)
+    shapes = tuple(BlockShape.of(layer, config.block_size, config.kv_cache_dtype, dtype, ranks) for layer in layers)
+    block = max(shapes, key=lambda shape: shape.nbytes)
+    return block, () if all(shape == block for shape in shapes) else shapes
 
 
 def _part_of_rank(config: EngineConfig, opened: OpenedModel, start: RankStart | None) -> OpenedModel:
     """What a rank has of a model that was opened whole."""
-    c, model, split, stage, whole = opened.config, opened.model, None, None, None
-    if c.delta is not None:
-        raise ModelError(f"{config.num_ranks} ranks: models with recurrent states (gated DeltaNet) are not divided yet; use one process")
-    if c.window_heads is not None or c.shared_kv_layers or c.layer_input_dim:
-        raise ModelError(f"{config.num_ranks} ranks: layers with other heads, or inputs of their own, are not divided yet; use one process")
+    c, model, split, stage, whole, copies = opened.config, opened.model, None, None, None, 0
+    _refuse_undivided(config, c)
     memory, rank, ends = (start.memory, start.rank, start.stage_ends) if start else (SharedMemory(shared_layout(config, c)), 0, [])
-    if config.context_parallel_size > 1:
-        return _part_of_context(config, opened, memory, rank)
     if config.more_devices and start is None:
         return _part_of_devices(config, opened, memory)
-    if config.tensor_parallel_size > 1:
-        split = Split(c, rank_group(memory, rank))
+    tensor, context = tensor_ranks(memory, rank), context_ranks(memory, rank)
+    if tensor is not None:
+        split = Split(c, tensor)
+        for layer in model.blk:
+            layer.take_heads(split.local)
     if start is None:
-        whole = opened.outline()
+        copies, whole = _copied_bytes(config, opened), opened.outline()
         ends = _stage_ends(config, opened, whole)
-    if config.pipeline_parallel_size > 1:
-        stage = PipelineStage(memory.layout.stage(rank), ends, c.tied)
+    is_copy = context is not None and context.rank > 0
+    if config.pipeline_parallel_size > 1 or is_copy:
+        stage = PipelineStage(memory.layout.stage(rank), ends or [c.num_blocks], c.tied, model.in_every_stage(), is_copy)
         model.blk = [model.blk[layer] for layer in stage.layers]
-    block = BlockShape.of(split.local if split else c, config.block_size, config.kv_cache_dtype, opened.dtype)
-    return replace(opened, block=block, split=split, stage=stage, memory=None if start else memory, whole=whole)
+    block, shapes = _block_shapes(config, split.local if split else c, opened.dtype, context)
+    own = replace(opened, block=block, split=split, stage=stage, shapes=shapes)
+    return replace(own, memory=None if start else memory, whole=whole, copies=copies)
+
+
+def _copied_bytes(config: EngineConfig, opened: OpenedModel) -> int:
+    """Bytes of the weights that ranks which divide contexts hold once more."""
+    copy = replace(opened, stage=PipelineStage(0, [opened.config.num_blocks], opened.config.tied, is_copy=True))
+    return (config.context_parallel_size - 1) * copy.outline().own_bytes if config.context_parallel_size > 1 else 0
+
+
+def _refuse_undivided(config: EngineConfig, c: ModelConfig) -> None:
+    """ModelError for layers that cannot be on several devices yet, or whose caches contexts cannot divide."""
+    if not config.more_devices and config.context_parallel_size == 1:
+        return
+    given = f"device={config.device_names}" if config.more_devices else f"context_parallel_size={config.context_parallel_size}"
+    if c.delta is not None:
+        raise ModelError(f"{given}: models with recurrent states (gated DeltaNet) are not divided yet; leave it out")
+    if c.window_heads is not None or c.shared_kv_layers or c.layer_input_dim:
+        raise ModelError(f"{given}: layers with other heads, or inputs of their own, are not divided yet; leave it out")
 
 
 def _part_of_devices(config: EngineConfig, opened: OpenedModel, memory: SharedMemory) -> OpenedModel:
@@ -222,28 +274,21 @@ def wanted_blocks(config: EngineConfig, opened: OpenedModel) -> tuple[int, bool]
     return ceil_div(wanted_context(config, opened.config), config.block_size), False
 
 
-def _part_of_context(config: EngineConfig, opened: OpenedModel, memory: SharedMemory, rank: int) -> OpenedModel:
-    """All layers and a part of each block. Ranks but the first have no head: logits are of rank 0."""
-    c, layers = opened.config, opened.config.num_blocks
-    block = BlockShape.of(c, config.block_size, config.kv_cache_dtype, opened.dtype, rank_group(memory, rank))
-    without_head = replace(opened, block=block, stage=PipelineStage(0, [layers, layers], c.tied))
-    if rank:
-        return without_head
-    copies = (config.context_parallel_size - 1) * without_head.outline().own_bytes
-    return replace(opened, block=block, memory=memory, whole=opened.outline(), copies=copies)
-
-
 def _stage_ends(config: EngineConfig, opened: OpenedModel, whole: WeightOutline) -> list[int]:
-    """The layers of each stage, by bytes of weights, and of keys and values: without a size, those of the longest sequences, but at most as
-    much as the weights.
+    """The layers of each stage, by bytes of weights, of states, and of keys and values: without a size, those of the longest sequences, but
+    at most as much as the weights. Ranks that divide contexts have weights of their own, but parts of the cache.
     """
     c = opened.config
     if config.num_blocks is not None:
-        cache = config.num_blocks * opened.block_bytes
+        blocks = config.num_blocks
     elif config.kv_memory is not None:
-        cache = config.kv_memory
+        blocks = config.kv_memory // opened.block_bytes
     else:
         tokens = config.max_num_seqs * (config.max_model_len or c.max_context)
-        cache = min(tokens // config.block_size * opened.block_bytes, whole.bytes)
-    sizes = [(held.name, held.nbytes) for held in whole.held]
-    return divide_layers(sizes, c.num_blocks, cache // c.num_blocks, config.pipeline_parallel_size, c.tied)
+        blocks = min(tokens // config.block_size, whole.bytes // opened.block_bytes)
+    everywhere = {f"{name}.weight" for name in opened.model.in_every_stage()} - {"token_embd.weight"}  # makes no stage larger than another
+    sizes = [(held.name, held.nbytes) for held in whole.held if held.name not in everywhere]
+    state = state_bytes(c, state_slots(config, c))
+    kv = [blocks * opened.layer_block_bytes(layer) // config.context_parallel_size for layer in range(c.num_blocks)]
+    caches = [state if layer in c.delta_layers else nbytes for layer, nbytes in enumerate(kv)]
+    return divide_layers(sizes, caches, config.pipeline_parallel_size, c.tied, len(c.undivided))

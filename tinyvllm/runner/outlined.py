@@ -55,7 +55,7 @@ class AllWeights:
     def of(cls, stages: Iterable[tuple[WeightOutline, PipelineStage]]) -> AllWeights:
         """Of stages on devices of their own, from the outline of the whole model on each."""
         held = [
-            replace(one, streamed=one.streamed and (stage.is_last or one.name != "token_embd.weight"))
+            replace(one, streamed=one.streamed and (stage.has_head or one.name != "token_embd.weight"))
             for outline, stage in stages
             for one in outline.held
             if stage.holds(one.name)

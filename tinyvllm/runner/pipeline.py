@@ -21,11 +21,16 @@ class RankStart:
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """Neighbouring layers of a model, the first with the embedding table, the last with the final norm and the head."""
+    """Neighbouring layers of a model, the first with the embedding table, the last with the final norm and the head.
+
+    Of ranks with the same weights, which divide contexts, `is_copy` are all but the first: they have no head, since logits are of rank 0.
+    """
 
     number: int
     ends: list[int]  # of the layers of each stage
     tied: bool  # whether the head is the embedding table
+    everywhere: tuple[str, ...] = ()  # modules in front of the layers that all stages have
+    is_copy: bool = False
 
     @property
     def layers(self) -> range:
@@ -36,20 +41,25 @@ class PipelineStage:
         return self.number == 0
 
     @property
-    def is_last(self) -> bool:
-        return self.number == len(self.ends) - 1
+    def has_head(self) -> bool:
+        return self.number == len(self.ends) - 1 and not self.is_copy
 
     @property
-    def is_copy(self) -> bool:
-        """Whether it has all layers but not the head, as ranks that divide contexts do: what rank 0 keeps packed is its own, too."""
-        return not self.is_last and len(self.layers) == self.ends[-1]
+    def embeds(self) -> bool:
+        """Whether it reads the embedding table."""
+        return self.is_first or "token_embd" in self.everywhere
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all layers."""
+        return len(self.ends) == 1
 
     def holds(self, name: str) -> bool:
         """Whether the stage has the model's tensor of this name."""
         part, layer, *_ = name.split(".")
         if part == "blk":
             return int(layer) in self.layers
-        return (self.is_first and _in_first(part)) or (self.is_last and _in_last(part, self.tied))
+        return part in self.everywhere or (self.is_first and _in_first(part)) or (self.has_head and _in_last(part, self.tied))
 
 
 def _in_first(part: str) -> bool:
@@ -60,14 +70,22 @@ def _in_last(part: str, tied: bool) -> bool:
     return not _in_first(part) or (tied and part == "token_embd")
 
 
-def divide_layers(sizes: Iterable[tuple[str, int]], layers: int, kv_bytes: int, stages: int, tied: bool) -> list[int]:
+def divide_layers(sizes: Iterable[tuple[str, int]], caches: Sequence[int], stages: int, tied: bool, undivided: int = 0) -> list[int]:
     """Where the layers of each stage end, so that the largest stage takes as little memory as it can.
 
-    `sizes` are the bytes of the model's tensors by name, `kv_bytes` those of a layer's keys and values. ModelError for fewer layers than
-    stages.
+    `sizes` are the bytes of the model's tensors by name, `caches` those of each layer's keys and values, or states. The last `undivided`
+    layers are in one stage. ModelError for fewer layers than stages.
     """
+    layers, single = len(caches), len(caches) - max(0, undivided - 1)
     require_layers(layers, stages)
-    return divide([nbytes + kv_bytes for nbytes in sizes_by_layer(sizes, layers, tied)], stages)
+    if single < stages:
+        raise ModelError(
+            f"pipeline_parallel_size={stages}: the last {undivided} of {layers} layers are in one stage, because some read the keys and "
+            f"values of others; use {single} stages at most"
+        )
+    by_layer = [nbytes + cache for nbytes, cache in zip(sizes_by_layer(sizes, layers, tied), caches, strict=True)]
+    *ends, _ = divide([*by_layer[: single - 1], sum(by_layer[single - 1 :])], stages)
+    return [*ends, layers]
 
 
 def require_layers(layers: int, stages: int) -> None:

@@ -68,8 +68,8 @@ def planned_kernels(config: EngineConfig, opened: OpenedModel, num_blocks: int, 
     placement, size = opened.plan.placement, config.block_size
     groups, c, slots = groups_of(config, opened.config), opened.config, state_slots(config, opened.config)
     members = groups.layers if groups.blocks.count > 1 else None
-    pool = KVOutline(opened.own_kv_layers, num_blocks, size, opened.block, placement.device, members, shapes=opened.shapes)
-    caches = all_caches(c, pool, new_states(c, slots, placement.device, outline=True))
+    pool = KVOutline(opened.own_kv_layers, num_blocks, size, opened.block, placement.device, members, shapes=opened.own_shapes)
+    caches = all_caches(c, opened.layers, pool, new_states(opened.part, opened.layers, slots, placement.device, outline=True))
     arrays = opened.model.constants(max_model_len, config.max_model_len or opened.config.max_context)
     constants = {name: Tensor.empty(*np.shape(a), dtype=dtypes.float32, device=placement.device) for name, a in arrays.items()}
 

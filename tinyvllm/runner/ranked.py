@@ -15,9 +15,12 @@ from tinyvllm.bridge import download, upload
 from tinyvllm.config.engine import EngineConfig
 from tinyvllm.distributed.memory import SharedMemory
 from tinyvllm.distributed.ranks import Ranks
+from tinyvllm.errors import ModelError
 from tinyvllm.lazy_dataclass import dataclass
+from tinyvllm.runner.adapters import AdapterPool, PreparedAdapter
 from tinyvllm.runner.kv import KVPool
 from tinyvllm.runner.opened import OpenedModel
+from tinyvllm.runner.passed import Message, PassedMessages, copy_blocks
 from tinyvllm.runner.prepare import StepInputs
 
 Forward = Callable[..., Any]
@@ -36,15 +39,19 @@ class Announced:
 class RankedSteps:
     """Runs steps in all ranks. The others live as long as this object."""
 
-    def __init__(self, config: EngineConfig, opened: OpenedModel, memory: SharedMemory, pool: KVPool):
-        """Start the other ranks and wait until each has its part of the model, and a KV cache of as many blocks as `pool`."""
-        options = asdict(replace(config, num_blocks=pool.num_blocks, kv_memory=None, kv_events_config=None, record=None))
+    def __init__(self, config: EngineConfig, opened: OpenedModel, memory: SharedMemory, pool: KVPool, adapters: AdapterPool | None):
+        """Start the other ranks and wait until each has its part of the model, and a KV cache of as many blocks as `pool`. `adapters` are
+        rank 0's.
+        """
+        own = replace(config, num_blocks=pool.num_blocks, kv_memory=None, kv_events_config=None, record=None, lora_modules=())
+        options = asdict(own)
         start = {"layout": asdict(memory.layout), "config": options, "stage_ends": opened.stage.ends if opened.stage else []}
         self._memory, self._pool, self._staged = memory, pool, opened.stage is not None
         self._number, self._in_flight = 0, list[int]()  # numbers of the next step, and of those that are not finished
         self._places = [*range(memory.layout.places)]  # that are free
-        self._passed: deque[dict[str, Any]] = deque()  # messages that have come before they were wanted
+        self._adapters, self._placing = adapters, deque[tuple[int, PreparedAdapter]]()  # announced, and not placed in rank 0
         self._ranks = Ranks(memory, start, num_threads_wanted())
+        self._passed = PassedMessages(self._ranks.receive, self._do)
         weakref.finalize(self, self._ranks.close)
 
     @property
@@ -70,9 +77,12 @@ class RankedSteps:
 
     def finish(self, step: Announced, forward: Forward) -> Any:
         """Run rank 0's part of an announced step, the last one for all ranks; what it returns."""
+        self._ranks.check()  # a step that was given up while it ran is no longer in flight
         try:
             if self._staged:
-                take_inputs(step.inputs, self._memory, 0, self._passed_message(step))
+                aside = step.number != self._in_flight[0]
+                self._ranks.send_last(do="step", number=step.number, aside=aside)
+                take_inputs(step.inputs, self._memory, 0, self._passed.take(step.number, aside))
             result = forward(**step.values)
         except BaseException:
             self._ranks.abandon()  # they wait for a meeting to which this rank does not come
@@ -82,15 +92,12 @@ class RankedSteps:
         self._ranks.step_ended(len(self._in_flight))
         return result
 
-    def _passed_message(self, step: Announced) -> dict[str, Any]:
-        """The message of a step that has passed the other stages. Copies of blocks that were announced before it are done."""
-        if step.number != self._in_flight[0]:  # on the side: those before it stay as they are
-            while (message := self._ranks.receive()).get("number") != step.number:
-                self._passed.append(message)
-            return message
-        while (message := self._passed.popleft() if self._passed else self._ranks.receive())["do"] == "copy":
-            self._pool.copy([tuple(pair) for pair in message["pairs"]])
-        return message
+    def _do(self, message: Message) -> None:
+        """What passes in front of a step: copies of blocks, and adapters."""
+        if message["do"] == "copy":
+            copy_blocks(self._pool, message)
+        else:
+            self._place_next()
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks in all ranks, before the steps that are announced after it."""
@@ -98,14 +105,29 @@ class RankedSteps:
         if not self._staged:
             self._pool.copy(pairs)
 
+    def place_adapter(self, number: int, adapter: PreparedAdapter, path: str) -> None:
+        """Make an adapter the one of this number in all ranks, before the steps that are announced after it; each rank reads the folder
+        `path` itself. ModelError if one finds something else there.
+        """
+        self._placing.append((number, adapter))
+        done = self._ranks.ask(do="adapter", number=number, path=path, digest=adapter.digest)
+        if not self._staged:
+            self._place_next()
+        if not done:
+            raise ModelError(f"adapter: the files of {path!r:.200} have changed while they were loaded; load it again")
+
+    def _place_next(self) -> None:
+        assert self._adapters is not None
+        self._adapters.place(*self._placing.popleft())
+
     def close(self) -> None:
         """End the other ranks. Again: nothing."""
         self._ranks.close()
 
 
-def start_ranks(config: EngineConfig, opened: OpenedModel, pool: KVPool) -> RankedSteps | None:
+def start_ranks(config: EngineConfig, opened: OpenedModel, pool: KVPool, adapters: AdapterPool | None) -> RankedSteps | None:
     """The other ranks of rank 0, started; None for a process that has none."""
-    return None if opened.memory is None else RankedSteps(config, opened, opened.memory, pool)
+    return None if opened.memory is None else RankedSteps(config, opened, opened.memory, pool, adapters)
 
 
 def take_inputs(inputs: StepInputs, memory: SharedMemory, rank: int, message: dict[str, Any]) -> None:

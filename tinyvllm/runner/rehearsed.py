@@ -121,7 +121,7 @@ class RehearsedModel(OpenedModel):
 
     def pool(self, layers: int, num_blocks: int, groups: Layers | None = None) -> KVPool:
         placement = self.plan.placement
-        pool = KVPool(layers, num_blocks, self.block_size, self.block, placement.device, groups, self.kv_layers, self.shapes)
+        pool = KVPool(layers, num_blocks, self.block_size, self.block, placement.device, groups, self.kv_layers, self.own_shapes)
         if placement.is_cpu:  # pages that are not written are all the same page of zeros
             nbytes = num_blocks * pool.block_bytes
             pool.write([*range(num_blocks)], _filled(nbytes, nbytes, _pattern()))

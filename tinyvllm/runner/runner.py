@@ -32,14 +32,15 @@ from tinyvllm.bridge import (
 from tinyvllm.config.engine import MAX_SCHEDULER_STEPS, EngineConfig
 from tinyvllm.errors import ArgumentError, RequestError
 from tinyvllm.ops.advance import History, advance
+from tinyvllm.runner.adapters import PreparedAdapter
 from tinyvllm.runner.ahead import StepOutlines
+from tinyvllm.runner.grid import max_rows
 from tinyvllm.runner.kept import kept_steps
 from tinyvllm.runner.loaded import LoadedModel
 from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory
 from tinyvllm.runner.opened import OpenedModel, open_model
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
 from tinyvllm.runner.ranked import Announced, start_ranks
-from tinyvllm.runner.split import max_rows
 from tinyvllm.runner.step import Logits, PreparedStep, StepPlan
 from tinyvllm.runner.tested import StepKernels
 from tinyvllm.scheduler import Schedule, Scheduled
@@ -69,7 +70,7 @@ class Runner(LoadedModel):
         self._state_layers: tuple[int, ...] = ()
         self._choices_changed = autotune.changes()
         self._embeddings: dict[Shape, tuple[StepInputs, Captured]] = {}
-        hosted = config.swap_space // self.pool.block_bytes
+        hosted = config.swap_space // self.pool.block_bytes if config.swap_space else 0
         self._hosted = np.zeros((hosted, self.pool.block_bytes), np.uint8)  # its pages come as they are written
         rows = max_rows(config) * self.config.dim if opened.takes_stream else 0
         self._arrived = Tensor.empty(rows, dtype=dtypes.float32, device=device).contiguous().realize() if rows else None
@@ -79,7 +80,7 @@ class Runner(LoadedModel):
         tested = self._kernels.test(outlines, config, opened.likely_draw)
         self.self_test = tested if self.placement.is_cpu else self.packing_test + tested  # the CPU's grows with the steps
         self.rounds_in_background = True  # rounds that the device runs alone are in the background: the host has something to do meanwhile
-        self.ranks = start_ranks(config, opened, self.pool)
+        self.ranks = start_ranks(config, opened, self.pool, self.adapters)
 
     def close(self) -> None:
         """End the other ranks, and note what a later start finds."""
@@ -152,6 +153,14 @@ class Runner(LoadedModel):
         plan = self._new_step(shape, all_rows=False)
         blocks = plan.inputs.fill([], [], self.pool.block_size)
         return PreparedStep([], shape.sequences, {"num_blocks": blocks} if self._table_width > 1 else {}, plan, not shape.chunks, [])
+
+    def place_adapter(self, number: int, adapter: PreparedAdapter, path: str) -> None:
+        """Make an adapter, read from the folder `path`, the one of this number, in all ranks. Errors of `RankedSteps.place_adapter`."""
+        assert self.adapters is not None
+        if self.ranks is None:
+            self.adapters.place(number, adapter)
+        else:
+            self.ranks.place_adapter(number, adapter, path)
 
     @property
     def swap_blocks(self) -> int:

@@ -44,7 +44,7 @@ def pool_size(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory 
     """
     device, size, one = opened.plan.placement.device, config.block_size, block_bytes(config, opened)
     rows = groups_of(config, opened.config).blocks.count
-    if held := adapter_bytes(config, opened) + state_bytes(opened.config, state_slots(config, opened.config)):
+    if held := _held_bytes(config, opened):
         free = (free_memory(device) if free is None else free) - held
     together: list[tuple[str, int, int | None]] = [(device, one, free)]
     places = [(use.device, use.block, use.left) for use in opened.memory_uses] or together
@@ -68,9 +68,14 @@ def check_all_weights(opened: OpenedModel, free: int | None = None) -> None:
 
 
 def scratch_bytes(config: EngineConfig, opened: OpenedModel, max_model_len: int) -> int:
-    """Bytes of what steps read and write next to weights and KV pool, with the room for adapters and recurrent states."""
-    held = adapter_bytes(config, opened) + state_bytes(opened.config, state_slots(config, opened.config))
-    return step_bytes(config, opened.config, opened.model, max_model_len) + held
+    """Bytes of what steps read and write next to weights and KV pool, with the room for adapters and recurrent states, in all ranks."""
+    return config.num_ranks * step_bytes(config, opened.config, opened.model, max_model_len) + _held_bytes(config, opened)
+
+
+def _held_bytes(config: EngineConfig, opened: OpenedModel) -> int:
+    """Bytes of the room for adapters and recurrent states, in all ranks."""
+    states = len(opened.config.delta_layers) * state_bytes(opened.part, state_slots(config, opened.config)) * opened.shares
+    return adapter_bytes(config, opened) + states
 
 
 def _most_blocks(context: int, config: EngineConfig, opened: OpenedModel) -> int:

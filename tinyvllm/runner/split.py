@@ -3,83 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
-
-from tinyvllm.config.engine import EngineConfig
-from tinyvllm.distributed.memory import Layout, SharedMemory
 from tinyvllm.errors import ModelError
 from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.placement import RankGroup
 from tinyvllm.quant.formats import FORMATS
 from tinyvllm.quant.slices import ALL_SLICES, BLOCK, ColumnShare, HeadShare, RowShare, slice_columns, slice_unit
-from tinyvllm.runner.prepare import power_bucket
-from tinyvllm.weights.memory import place_bytes
+from tinyvllm.runner.row_part import RowPart
+from tinyvllm.runner.state_split import StateSplit
 
 PANEL = 16
 _GATES = frozenset(f"ffn_{half}{kind}" for half in ("gate", "up") for kind in ("", "_exps", "_shexp"))  # whose rows are divided in slices
 _LATENT = frozenset(("attn_q", "attn_q_b", "attn_k_b", "attn_v_b"))  # whose rows are heads
-_SUMMED = frozenset(("attn_output", *(f"ffn_down{kind}" for kind in ("", "_exps", "_shexp"))))  # whose columns are divided
-ATTENTION_PLACE = 1 << 20  # 4 MiB: more would leave the caches between two ranks
-
-
-def rank_group(memory: SharedMemory, rank: int) -> RankGroup:
-    layout = memory.layout
-    place = place_bytes(memory.group(layout.stage(rank)), "CPU")
-    return RankGroup(rank % layout.world_size, layout.world_size, place, layout.place, layout.logits)
-
-
-def shared_layout(config: EngineConfig, model: ModelConfig) -> Layout:
-    """Room for the largest step; pages take memory once they are written."""
-    tensor, context, stages = config.tensor_parallel_size, config.context_parallel_size, config.pipeline_parallel_size
-    rows = max_rows(config)
-    width = -(-(config.max_model_len or model.max_context) // config.block_size)
-    place, logits = (max(rows, model.num_experts_per_tok) * model.dim, rows * model.vocab_size) if tensor > 1 else (0, 0)
-    if context > 1:
-        place = max(_attention_place(model, width, rows), -(-rows // context) * model.dim)
-    return Layout(tensor * context, stages, place, logits, rows * model.dim if stages > 1 else 0, rows * (width + 8) + 1024)
-
-
-def _attention_place(model: ModelConfig, width: int, rows: int) -> int:
-    """float32 of the results of a rank's partitions for as many of `rows` rows as fit ATTENTION_PLACE, but at least for one.
-
-    A table is `width` blocks, in each of which a rank has one partition (kernels/cpu/attention_ranks.c).
-    """
-    value_dim = model.latent.rank if model.latent else model.head_dim
-    one = width * model.n_heads * (value_dim + 2)
-    return -(-one * max(1, min(rows, ATTENTION_PLACE // one)) // PANEL) * PANEL
-
-
-def max_rows(config: EngineConfig) -> int:
-    """Rows of the largest step."""
-    return 2 * power_bucket(max(config.max_num_batched_tokens, config.max_num_seqs), 16)
-
-
-@dataclass(frozen=True)
-class RowPart:
-    """`rows` of each of `matrices` matrices of as many rows, one after the other: those of all experts are one tensor.
-
-    `more` are further rows, of a single matrix.
-    """
-
-    rows: slice
-    matrices: int = 1
-    more: slice | None = None
-
-    @property
-    def count(self) -> int:
-        return self.matrices * _length(self.rows) + (0 if self.more is None else _length(self.more))
-
-    def of(self, array: Any) -> Any:
-        """These rows of an array or tensor [rows of all matrices, ...]; a view where they follow each other."""
-        if self.more is not None:
-            return np.concatenate([array[self.rows], array[self.more]])
-        if self.matrices == 1:
-            return array[self.rows.start : self.rows.stop]
-        rest = array.shape[1:]
-        return array.reshape(self.matrices, -1, *rest)[:, self.rows.start : self.rows.stop].reshape(-1, *rest)
+SUMMED = frozenset(("attn_output", *(f"ffn_down{kind}" for kind in ("", "_exps", "_shexp"))))  # whose columns are divided
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,16 +30,27 @@ class Split:
         c, world = self.config, self.group.world_size
         if reason := _undivided(c):
             raise ModelError(f"tensor_parallel_size={world}: models with {reason} are not divided yet; leave it out")
-        if c.n_heads % world or (c.n_kv_heads % world and world % c.n_kv_heads):
-            raise ModelError(
-                f"tensor_parallel_size={world}: {c.n_heads} query heads and {c.n_kv_heads} key/value heads cannot be divided; use fewer"
-            )
+        for kv_heads in (c.n_kv_heads, *(c.window_heads or ())[:1]):
+            if c.n_heads % world or (kv_heads % world and world % kv_heads):
+                raise ModelError(
+                    f"tensor_parallel_size={world}: {c.n_heads} query heads and {kv_heads} key/value heads cannot be divided; use fewer"
+                )
+        _ = self._states  # which refuses heads as well
 
     @property
     def local(self) -> ModelConfig:
         """The configuration of the rank's heads."""
-        world = self.group.world_size
-        return replace(self.config, n_heads=self.config.n_heads // world, n_kv_heads=max(1, self.config.n_kv_heads // world))
+        c, states = self.config, self._states
+        kv_heads, windowed = self._kv_heads(c.n_kv_heads), c.window_heads
+        if windowed is not None:
+            windowed = len(self._kv_heads(windowed[0])), windowed[1]
+        delta = None if states is None else states.local
+        return replace(c, n_heads=c.n_heads // self.group.world_size, n_kv_heads=len(kv_heads), window_heads=windowed, delta=delta)
+
+    @property
+    def _states(self) -> StateSplit | None:
+        """The heads of layers with recurrent states."""
+        return None if self.config.delta is None else StateSplit.of(self.config.delta, self.group.rank, self.group.world_size)
 
     @property
     def _slices(self) -> tuple[int, int]:
@@ -111,29 +59,37 @@ class Split:
 
     @property
     def _heads(self) -> slice:
-        heads = self.local.n_heads
+        heads = self.config.n_heads // self.group.world_size
         return slice(self.group.rank * heads, (self.group.rank + 1) * heads)
 
-    @property
-    def _kv_heads(self) -> slice:
-        first = self.group.rank * self.config.n_kv_heads // self.group.world_size
-        return slice(first, first + self.local.n_kv_heads)
+    def _kv_heads(self, count: int) -> range:
+        """The rank's of `count` key/value heads in all."""
+        first = self.group.rank * count // self.group.world_size
+        return range(first, first + max(1, count // self.group.world_size))
 
     def heads_of_all(self) -> HeadShare | None:
         """The rank's heads, where it has the rows of all heads of q and k."""
-        return HeadShare(self._heads, self._kv_heads) if self.config.whole_qk_norm else None
+        if not self.config.whole_qk_norm:
+            return None
+        kv_heads = self._kv_heads(self.config.n_kv_heads)
+        return HeadShare(self._heads, slice(kv_heads.start, kv_heads.stop))
 
     def rows(self, name: str, rows: int, down_format: str) -> RowPart:
         """Those of a matrix, or the numbers of a vector, of this name, with `rows` in all; `down_format` is that of the second matrix."""
-        c, part = self.config, name.split(".")[-2]
+        *path, part, _ = name.split(".")
+        layer = int(path[1]) if path else 0
+        c, states = self.config.of_layer(layer), self._states
+        if states is not None and layer in c.delta_layers and (own := states.rows(part)) is not None:
+            return own
         if c.latent is not None and part in _LATENT:
             return self._latent_rows(part)
         if c.whole_qk_norm and part in ("attn_q", "attn_k"):
             return RowPart(slice(0, rows))
-        if part in ("attn_q", "attn_sinks"):
-            return _rows_of(self._heads, c.head_dim if part == "attn_q" else 1)
+        if part in ("attn_q", "attn_gate", "attn_sinks"):
+            return RowPart.of_heads(self._heads, 1 if part == "attn_sinks" else c.head_dim)
         if part in ("attn_k", "attn_v"):
-            return _rows_of(self._kv_heads, c.head_dim)
+            kv_heads = self._kv_heads(c.n_kv_heads)
+            return RowPart.of_heads(slice(kv_heads.start, kv_heads.stop), c.head_dim)
         if part in _GATES:
             matrices = c.num_experts if part.endswith("_exps") else 1
             return RowPart(self._features(name, down_format, rows // matrices), matrices)
@@ -144,9 +100,9 @@ class Split:
         c, heads, latent = self.config, self._heads, self.config.latent
         assert latent is not None
         if part in ("attn_k_b", "attn_v_b"):
-            return _rows_of(heads, latent.rank if part == "attn_k_b" else latent.value)
+            return RowPart.of_heads(heads, latent.rank if part == "attn_k_b" else latent.value)
         start, R = c.n_heads * latent.plain, c.rope_dim
-        return replace(_rows_of(heads, latent.plain), more=slice(start + heads.start * R, start + heads.stop * R))
+        return replace(RowPart.of_heads(heads, latent.plain), more=(slice(start + heads.start * R, start + heads.stop * R),))
 
     def head_rows(self, rows: int) -> slice:
         """The rows of the head: whole panels."""
@@ -159,7 +115,7 @@ class Split:
     def column_share(self, name: str, format: str, I: int) -> ColumnShare | None:
         """What columns of the matrix are the rank's; None for a matrix that is not divided so. ModelError where slices cut a head."""
         part = name.split(".")[-2]
-        if part not in _SUMMED:
+        if part not in SUMMED:
             return None
         first, count = self._slices
         columns = self._features(name, format, I)
@@ -168,6 +124,10 @@ class Split:
             raise ModelError(f"tensor_parallel_size={world}: the slices of {name} in {format} cut a head; use fewer, or another format")
         block = max(BLOCK, FORMATS[format].elements)
         return ColumnShare(self.group, I, first, count, columns.start % block, columns.stop - columns.start)
+
+    def columns(self, share: ColumnShare, format: str) -> slice:
+        """The columns of the whole matrix, in `format`, that a share has."""
+        return slice_columns(format, share.all_columns, share.first, share.count)
 
     def _features(self, name: str, format: str, I: int) -> slice:
         """The rank's of the I columns of a matrix in `format`; ModelError, by the tensor's name, where they are too few for all ranks."""
@@ -185,14 +145,6 @@ class Split:
         begin, end = start // block * block, -(-(start + share.columns) // block) * block
         known = FORMATS[stored]
         return slice(begin // known.elements * known.nbytes, end // known.elements * known.nbytes)
-
-
-def _length(rows: slice) -> int:
-    return len(range(rows.start, rows.stop))
-
-
-def _rows_of(heads: slice, size: int) -> RowPart:
-    return RowPart(slice(heads.start * size, heads.stop * size))
 
 
 def _undivided(c: ModelConfig) -> str | None:

@@ -117,7 +117,7 @@ class _Pass:
         self._runner, self._switch = runner, switch
         c, device = runner.config, runner.device
         self._pool = KVPool(c.kv_layers, num_blocks, runner.pool.block_size, runner.pool.block, device, shapes=runner.pool.shapes)
-        self._caches = all_caches(c, self._pool, new_states(c, runner.state_slots, device))
+        self._caches = all_caches(c, range(c.num_blocks), self._pool, new_states(c, range(c.num_blocks), runner.state_slots, device))
         self._width = -(-runner.max_model_len // runner.pool.block_size)
         self._plans: dict[tuple[Shape, bool], tuple[StepInputs, Captured, list[Tensor]]] = {}
 

@@ -44,7 +44,8 @@ from tinyvllm.quant.slices import ColumnShare, HeadShare, RowShare
 from tinyvllm.runner.load_notes import LoadNotes
 from tinyvllm.runner.packing import Rows, pack_panels, place_tiles
 from tinyvllm.runner.pipeline import PipelineStage
-from tinyvllm.runner.split import RowPart, Split
+from tinyvllm.runner.row_part import RowPart
+from tinyvllm.runner.split import Split
 from tinyvllm.runner.weight_cache import WeightCache
 from tinyvllm.runner.weight_plan import WeightPlan
 from tinyvllm.weights.checkpoint import Checkpoint
@@ -109,18 +110,19 @@ class WeightLoader:
         self._recipes, self._head = dict(rest), f"{end}.weight"
         self._total = sum(prod(recipe.shape) for recipe in recipes) * self._plan.dtype.itemsize
         layers = [_groups(block, block.products(), f"blk.{i}.", rest) for i, block in enumerate(model.blk, self._first_layer)]
-        heads = _groups(model, {"head": (end,)}, "", rest) if stage is None or stage.is_last else []
+        heads = _groups(model, {"head": (end,)}, "", rest) if stage is None or stage.has_head else []
         inputs = _groups(model, model.products(), "", rest)
         self._orders = {group: order for groups in layers for group in groups if (order := self._column_order(group)) is not None}
         self._ordered = {recipe.name for group in self._orders for recipe in group.recipes}
         self._explain_floats(recipes)
         packed = self._pack_all([group for groups in (*layers, heads, inputs) for group in groups], rest)
-        table = self._table(model, packed.get(heads[0]) if heads else None, rest) if stage is None or stage.is_first else None
+        embeds = stage is None or stage.embeds
+        table = self._table(model, packed.get(heads[0]) if heads else None, rest) if embeds else None
         others = {field: self._own_table(getattr(model, name), f"{name}.weight", rest) for field, name in model.tables().items()}
         self._place_plain(model, list(rest.values()))
         for block, groups in zip(model.blk, layers, strict=True):
             block.weights = block.weights_type(**{group.field: self._product(block, group, packed.get(group)) for group in groups})
-        if table is None and (stage is None or stage.is_first):
+        if table is None and embeds:
             table = model.token_embd.weight
         ends: dict[str, Any] = {group.field: self._joined(group, packed.get(group)) for group in inputs}
         ends |= {field: getattr(model, name).weight if others[field] is None else others[field] for field, name in model.tables().items()}
@@ -259,7 +261,7 @@ class WeightLoader:
         for dtype, some in ((dtypes.float32, vectors), (self._plan.dtype, others)):
             tensors = self._plain_tensors(some, dtype)
             for recipe in some:
-                if self._split is not None and (own := self._row_part(recipe)).count < recipe.shape[0]:
+                if self._split is not None and (own := self._row_part(recipe)) != RowPart(slice(0, recipe.shape[0])):
                     tensors[recipe.name] = own.of(tensors[recipe.name]).contiguous().realize()
                 self._count(recipe, tensors[recipe.name].nbytes())
                 self._note(recipe, DTYPE_FORMATS[dtype])
@@ -490,7 +492,7 @@ class WeightLoader:
 def _identity(plan: WeightPlan, split: Split | None, stage: PipelineStage | None) -> str:
     """What the packed matrices of this process depend on."""
     identity = plan.identity if split is None else f"{plan.identity} rank {split.group.rank} of {split.group.world_size}"
-    return identity if stage is None or stage.is_copy else f"{identity} layers {stage.layers.start} to {stage.layers.stop}"
+    return identity if stage is None or stage.is_whole else f"{identity} layers {stage.layers.start} to {stage.layers.stop}"
 
 
 def place(model: Any, tensors: dict[str, Tensor], first_layer: int = 0) -> None:

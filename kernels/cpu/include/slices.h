@@ -11,9 +11,12 @@
 //     BEFORE        columns of the panels' first block that belong to an earlier slice, 0 if not defined: blocks of 256 are not cut
 //
 // UNIT is the format's block; where that gives fewer than 8 units, 32 columns, the group that integers round x in (a slice that begins
-// within a block costs some 6% of the product). Floats in groups are never cut: their runs share a scale.
+// within a block costs some 6% of the product). Floats in groups are never cut: their runs share a scale. A kernel that reads x as another
+// product does defines UNIT as that of the other's format.
 #pragma once
+#ifndef UNIT
 #include "format.h"
+#endif
 
 enum { ALL_SLICES = 8 };
 
@@ -35,7 +38,9 @@ enum { ALL_SLICES = 8 };
 #endif
 
 #define WAITING (SLICES > 4 ? 3 : SLICES > 2 ? 2 : 1)  // sums of slices that wait for their neighbours
+#ifndef UNIT
 #define UNIT (GROUPS || ALL_I / BLOCK >= ALL_SLICES ? BLOCK : 32)
+#endif
 #define PANEL_COLUMNS ((BEFORE + I + BLOCK - 1) / BLOCK * BLOCK)
 
 // Where slice `slice` of this product begins, from its first column on.

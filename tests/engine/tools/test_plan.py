@@ -92,6 +92,17 @@ def test_the_bytes_of_each_rank_are_those_of_the_loaded_one():
     assert abs(sum(one.weights for one in tensor.ranks) - 2 * table - whole.memory.weights) < whole.memory.weights / 100
 
 
+def test_each_rank_has_the_caches_and_states_of_its_layers():
+    """Of three stages the middle one alone has keys and values, the others states; heads of two sizes are divided by kind."""
+    options = {"num_blocks": 16, "max_num_seqs": 2, "max_model_len": 128}
+    states, whole = (planned(GOLDEN / "qwen3.5", pipeline_parallel_size=n, **options).sizes for n in (3, 1))
+    assert [one.kv_token for one in states.ranks] == [0, whole.memory.kv_token, 0]
+    assert whole.memory.scratch < states.memory.scratch < 3 * whole.memory.scratch, "the states are counted once"
+    heads, whole = (planned(GOLDEN / "gemma4", tensor_parallel_size=n, pipeline_parallel_size=n, **options).sizes for n in (2, 1))
+    assert sum(one.kv_token for one in heads.ranks) == heads.memory.kv_token == whole.memory.kv_token
+    assert [one.layers for one in heads.ranks] == [(1, 6), (1, 6), (0, 1), (0, 1)]
+
+
 def test_ranks_that_divide_contexts_have_all_weights_and_a_part_of_each_block():
     plan = planned(DEFAULT_MODEL, num_blocks=4, context_parallel_size=2)
     first, second = plan.sizes.ranks

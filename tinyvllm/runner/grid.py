@@ -1,0 +1,58 @@
+"""The grid of ranks that share a stage: which of them meet, and the memory that they share."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tinyvllm.config.engine import EngineConfig
+from tinyvllm.distributed.memory import Layout, SharedMemory
+from tinyvllm.integers import ceil_div, round_up
+from tinyvllm.models.config import ModelConfig
+from tinyvllm.placement import RankGroup
+from tinyvllm.runner.prepare import power_bucket
+from tinyvllm.weights.memory import place_bytes
+
+ATTENTION_PLACE = 1 << 20  # 4 MiB: more would leave the caches between two ranks
+_LANES = 16  # float32 that kernels copy at once
+
+
+def tensor_ranks(memory: SharedMemory, rank: int) -> RankGroup | None:
+    """The ranks that have the other parts of this one's matrices; None for whole ones."""
+    layout = memory.layout
+    return _group(memory.tensor_group(rank), layout.cell(rank)[0], layout.tensor, layout.sums, layout.logits)
+
+
+def context_ranks(memory: SharedMemory, rank: int) -> RankGroup | None:
+    """The ranks that have the other parts of this one's contexts, and its weights; None for whole ones."""
+    layout = memory.layout
+    return _group(memory.context_group(rank), layout.cell(rank)[1], layout.context, layout.results)
+
+
+def _group(memory: np.ndarray, rank: int, count: int, place: int, logits: int = 0) -> RankGroup | None:
+    return RankGroup(rank, count, place_bytes(memory, "CPU"), place, logits) if count > 1 else None
+
+
+def shared_layout(config: EngineConfig, model: ModelConfig) -> Layout:
+    """Room for the largest step; pages take memory once they are written."""
+    tensor, context, stages = config.tensor_parallel_size, config.context_parallel_size, config.pipeline_parallel_size
+    rows, hidden = max_rows(config), 16 * round_up(config.max_lora_rank, 4) if config.enable_lora else 0
+    width = ceil_div(config.max_model_len or model.max_context, config.block_size)
+    sums = max(rows, model.num_experts_per_tok) * max(model.dim, hidden)
+    results = max(_attention_place(model, tensor, width, rows), ceil_div(rows, context) * model.dim)
+    stream, inputs = rows * model.dim if stages > 1 else 0, rows * (width + 12) + 1024
+    return Layout(tensor, context, stages, sums, results, rows * model.vocab_size, stream, inputs)
+
+
+def _attention_place(model: ModelConfig, tensor: int, width: int, rows: int) -> int:
+    """float32 of the results of a rank's partitions for as many of `rows` rows as fit ATTENTION_PLACE, but at least for one.
+
+    A table is `width` blocks, in each of which a rank has one partition, of its heads (kernels/cpu/attention_ranks.c).
+    """
+    value_dim = model.latent.rank if model.latent else model.head_dim
+    one = width * ceil_div(model.n_heads, tensor) * (value_dim + 2)
+    return round_up(one * max(1, min(rows, ATTENTION_PLACE // one)), _LANES)
+
+
+def max_rows(config: EngineConfig) -> int:
+    """Rows of the largest step."""
+    return 2 * power_bucket(max(config.max_num_batched_tokens, config.max_num_seqs), 16)
