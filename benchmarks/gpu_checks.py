@@ -169,7 +169,7 @@ def _needs(placement: Any, dry: bool) -> Iterator[tuple[str, Any]]:
     caches = DRY_CACHES if dry else ("BF16", "F16", "F32", *KV_FORMATS)
     yield from ((stem, ShapeFacts(placement, block_bytes=320, vocabulary=300)) for stem in ("advance", "kv_copy", "sample"))
     yield "lora_bias", ShapeFacts(placement, inputs=COLUMNS, outputs=64)
-    yield "gated_delta", ShapeFacts(placement, head_dim=32, outputs=48)
+    yield from (("gated_delta", ShapeFacts(placement, head_dim=32, outputs=48, drafts=drafts)) for drafts in (0, 3))
     for format in formats:
         facts = ShapeFacts(placement, format=format, **product)
         yield from ((stem, facts) for stem in ("pack_tiles", "embed", "matmul", "norm_gate_up_silu", "norm_head"))
@@ -180,7 +180,7 @@ def _needs(placement: Any, dry: bool) -> Iterator[tuple[str, Any]]:
     for format, cache in [*((format, "BF16") for format in (*formats, *mixed)), *(("BF16", cache) for cache in caches[1:])]:
         yield "norm_qkv_rope_store", ShapeFacts(placement, format=format, cache_format=cache, head_dim=64, **product, **cached)
     for cache in caches:
-        for head_dim in (64,) if dry else (64, 96, 128):
+        for head_dim in (64, 512) if dry else (64, 96, 128, 512):
             facts = ShapeFacts(placement, cache_format=cache, head_dim=head_dim, **cached)
             yield from ((stem, facts) for stem in ("kv_append", "attention_decode", "attention_prefill"))
 

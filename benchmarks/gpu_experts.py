@@ -102,21 +102,25 @@ def adapter_op(E: int, O: int, T: int) -> Op:
     return Op(f"lora_bias {E}->{O}, {ADAPTERS} adapters of rank {RANK}", "lora_bias", make, 4 * numbers, 2 * T * RANK * (E + O))
 
 
-def gated_delta_op(s: DeltaShape, rows: int, sequences: int) -> Op:
-    """Decodes of `sequences`, or one sequence of `rows`. Bytes are those of the states, once read and once written."""
-    T = max(rows, sequences)
-    batch, y = chunk(T) if rows > 1 else decodes(sequences, 2), floats(T, s.width)
-    batch = replace(batch, states=int32([[b, b, sequences, 0] for b in range(sequences)]))
+def gated_delta_op(s: DeltaShape, rows: int, sequences: int, drafts: int = 0) -> Op:
+    """Decodes of `sequences`, or one sequence of `rows`; or a decode with `drafts`, when the last step has accepted none. Bytes
+    are those of the states, once read and once written.
+    """
+    T = max(rows, sequences) + drafts
+    batch, y = chunk(T) if rows > 1 else decodes(T, 2), floats(T, s.width)
+    batch = replace(batch, states=int32([[b, b, sequences, 0] for b in ([0] * T if drafts else range(sequences))]))
     weights = DeltaWeights(
         s, floats(s.taps * s.channels), on_device(-np.ones(s.value_heads, np.float32)), floats(s.value_heads), floats(s.value_dim), 1e-6
     )
 
     def make(kernel: bool) -> Callable[[], Tensor]:
-        cache = StateCache(floats(sequences + 1, s.state))
+        states = floats(sequences + 1, s.slot(drafts))
+        cache = StateCache(states, drafts)
         return lambda: gated_delta(y, weights, cache, batch)
 
     held = s.value_heads * s.key_dim * s.value_dim
-    return Op(f"gated_delta, {sequences} x {T // sequences}", "gated_delta", make, 8 * sequences * held, 8 * T * held)
+    name = f"gated_delta, {sequences} x {T // sequences}" if not drafts else f"gated_delta, 1 x 1 and {drafts} drafts"
+    return Op(name, "gated_delta", make, 8 * sequences * held, 8 * T * held)
 
 
 def experts(o: argparse.Namespace) -> None:
@@ -150,11 +154,11 @@ def experts(o: argparse.Namespace) -> None:
     for format in FORMATS:
         attempt(o, mixture, format)
 
-    def recurrence(rows: int, sequences: int) -> None:
-        op = gated_delta_op(TOY_RULE if o.tiny else QWEN3_5_27B, rows, sequences)
+    def recurrence(rows: int, sequences: int, drafts: int = 0) -> None:
+        op = gated_delta_op(TOY_RULE if o.tiny else QWEN3_5_27B, rows, sequences, drafts)
         timed(op, op.name)
 
     for T in counts:
         attempt(o, adapters, T)
-    for sizes in ((1, 1), (1, counts[1]), (counts[-1], 1)):
+    for sizes in ((1, 1), (1, counts[1]), (counts[-1], 1), (1, 1, 4)):
         attempt(o, recurrence, *sizes)

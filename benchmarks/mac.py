@@ -266,7 +266,7 @@ def figures(lines: list[dict[str, Any]], named: float | None) -> str:
 
 PARTS = {
     "environment": environment, "selftest": selftest, "roofs": roofs, "kernels": kernels, "ablation": gpu.ablation,
-    "decode": decode, "peers": peers,
+    "experts": gpu.experts, "decode": decode, "peers": peers,
 }  # fmt: skip
 
 

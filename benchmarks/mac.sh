@@ -43,13 +43,14 @@ mac kernels 65
 mac decode 75 --shape llama-3.2-1b --batches 1,16 --prompts 512 --weights q4_k_m
 mac decode 70 --shape llama-3.1-8b --batches 1,16 --prompts 512 --weights q4_0
 part "kernels in use" 20 "$interpreter" main.py kernels --device METAL
+mac experts 40 # experts, adapters and recurrent states, op by op
 mac decode 45 --shape llama-3.2-1b --batches 1,16 --prompts 512 --weights q8_0
 mac decode 45 --shape llama-3.2-1b --batches 1,16 --prompts 512 --weights q4_0
-mac peers 100
+mac peers 80
 mac decode 35 --shape qwen3-0.6b --weights q8_0
 mac ablation 45
-mac decode 45 --shape llama-3.1-8b --batches 1,16 --weights q8_0
-mac decode 40 --shape llama-3.1-8b
+mac decode 35 --shape llama-3.1-8b --batches 1,16 --weights q8_0
+mac decode 30 --shape llama-3.1-8b
 [ -z "$list" ] || exit 0
 
 echo

@@ -95,3 +95,16 @@ def test_the_readme_has_the_last_processor_that_was_measured_whole(tmp_path: Pat
     whole = [{**own, "cpu": cpu, "format": format, "test": test} for cpu in ("W", "X") for format, test in sorted(figures.WHOLE)]
     (tmp_path / "compare.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*whole, {**whole[0], "cpu": "Y"}]))
     assert "2 cores of an X (AVX2):" in filled("<!-- figures readme -->\n<!-- end -->\n")
+
+
+def test_the_readme_has_the_processor_with_the_most_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    own = {"commit": "a", "isa": "avx2", "cores": 2, "shape": "tinyllama-1.1b"}
+    rates = {"W": ("tinyvllm", "llama.cpp", "ik_llama.cpp"), "X": ("tinyvllm", "llama.cpp")}
+    lines = [
+        {**own, "cpu": cpu, "format": format, "test": test, "tok_s": {name: {"rate": 30.0} for name in names}}
+        for cpu, names in rates.items()
+        for format, test in sorted(figures.WHOLE)
+    ]
+    (tmp_path / "compare.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "2 cores of an W (AVX2):" in filled("<!-- figures readme -->\n<!-- end -->\n")

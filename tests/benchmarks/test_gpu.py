@@ -82,7 +82,7 @@ def test_experts_adapters_and_states(driver: Driver, tmp_path: Path) -> None:
         found
     )
     assert {"norm_route, 3 rows", "lora_bias 64->64, 4 adapters of rank 16, 3 rows"} <= set(found)
-    assert {f"gated_delta, {sizes}" for sizes in ("1 x 1", "3 x 1", "1 x 3")} <= set(found)
+    assert {f"gated_delta, {sizes}" for sizes in ("1 x 1", "3 x 1", "1 x 3", "1 x 1 and 4 drafts")} <= set(found)
     stems = {"norm_route", "list_experts", "experts_sum", "lora_shrink", "lora_bias", "gated_delta", "delta_norm"}
     assert stems <= set(driver.launched)
     assert all(line["us"] > 0 for line in found.values())

@@ -200,6 +200,13 @@ def test_the_roof_and_kernels_under_it(runtime: Runtime, tmp_path: Path) -> None
     assert found["product Q4_K of 16"]["of"] == "read" and found["matmul Q4_K, 20 rows"]["share"] is None
 
 
+@pytest.mark.long
+def test_experts_adapters_and_states(runtime: Runtime, tmp_path: Path) -> None:
+    found = figures(tmp_path / "run", "experts")
+    assert {"norm_route, 3 rows", "experts_down Q4_K, 3 rows", "gated_delta, 1 x 1 and 4 drafts"} <= set(found)
+    assert {"choose_experts", "list_experts", "experts_sum", "lora_shrink", "gated_delta", "delta_norm"} <= set(runtime.launched)
+
+
 def test_decoding_is_timed(runtime: Runtime, tmp_path: Path) -> None:
     found = figures(tmp_path / "run", "decode", "--weights", "q8_0")
     one = found["decode llama-3.2-1b q8_0, 1 x 20"]
