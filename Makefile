@@ -13,6 +13,8 @@ EXTRA := $(shell [ "$(CLANG)" -ge 16 ] 2>/dev/null || echo clang)
 CHECKS := tests/test_house.py tests/test_words.py tests/test_docs.py tests/config tests/test_package.py tests/test_request.py tests/cache tests/scheduler \
   tests/backends/test_registry.py tests/ops/test_linear.py tests/ops/test_attention.py tests/quant tests/weights/test_gguf.py tests/runner/test_prepare.py \
   tests/sampling/test_sampler.py tests/engine/test_engine.py tests/engine/test_decode_reuse.py tests/text/test_chat.py tests/server/core tests/cli
+# files go to the two processes in the order of tests/conftest.py
+TESTS := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 SOURCES = $(shell find kernels -name '*.c' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.metal')
 
 .PHONY: demo check test test-long test-peers test-ray test-image test-gpu-dry lint bench clean
@@ -21,13 +23,13 @@ demo: $(VENV)/.core
 	$(BIN)/python main.py --prompt "Once upon a time" --max-tokens 256 --temperature 0.7 --seed 10
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 --durations 30 --durations-min 3
+	$(TESTS) --durations 30 --durations-min 3
 
 test-long: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 --durations 30 --durations-min 3 -m long
+	$(TESTS) --durations 30 --durations-min 3 -m long
 
 test-peers: $(VENV)/.peers
-	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 tests/peers
+	$(TESTS) tests/peers
 
 # Ray Serve on a local cluster of several processes
 test-ray: $(VENV)/.ray
@@ -43,7 +45,7 @@ test-gpu-dry:
 
 # what to run before a commit: lint, the layout, and one fast test of each room; under two minutes
 check: lint $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 $(CHECKS)
+	$(TESTS) $(CHECKS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -20,6 +20,9 @@ os.environ.setdefault("TINYVLLM_SELFTEST", "off")
 # Its tests switch it on: tests of captures and of the kernels in them would find what an earlier test has captured.
 os.environ.setdefault("TINYVLLM_KEEP_STEPS", "0")
 
+# The rooms with the dearest files, which begin first: the files that end a run then take seconds, and both processes end together.
+FIRST = ("emulator", "kernels", "models", "engine", "gpu", "ops", "benchmarks")
+
 LAYERS, HIDDEN, HEADS, KV_HEADS, INTERMEDIATE = 2, 128, 4, 2, 128
 SPECIALS = ("<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>")
 BOS, EOS = 256, 257
@@ -28,6 +31,12 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """FIRST, then the others as they were found."""
+    here, place = Path(__file__).parent, {room: index for index, room in enumerate(FIRST)}
+    items.sort(key=lambda item: place.get(item.path.relative_to(here).parts[0], len(FIRST)))
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -49,7 +49,8 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class RankGroup:
-    """The ranks of one engine, and the shared memory in which they meet (kernels/cpu/include/meeting.h), as a tensor of bytes.
+    """Ranks that divide matrices, or contexts, and the shared memory in which they meet (kernels/cpu/include/meeting.h), as a tensor of
+    bytes.
 
     `place` is how many float32 of sums, or of results of attention, a rank has room for, `logits` how many logits there is room for.
     """

@@ -20,13 +20,14 @@ VARIANTS = registry.usable_variants(CPU)
 PASSING = [Case("embed", "BF16", "panels"), Case("embed", "Q8_0", "rows"), Case("matmul", "Q5_0"), Case("norm_gate_up_silu", "BF16")]
 PASSING += [Case("norm_head", "F16"), Case("norm_qkv_rope_store", "Q4_0", cache="F16"), Case("kv_append", cache="BF16"), Case("advance")]
 PASSING += [Case("attention_decode", cache="F32", head_dim=64), Case("attention_prefill", cache="BF16", head_dim=48), Case("kv_copy")]
-PASSING += [Case("sample"), Case("lora_bias"), Case("gated_delta")]
+PASSING += [Case("sample"), Case("lora_bias"), Case("gated_delta"), Case("gated_delta", drafts=True)]
 PASSING += [Case("attention_decode", cache="BF16", head_dim=64, heads=(14, 2), table_blocks=64)]
 PASSING += [Case("attention_prefill", cache="KV_INT8", head_dim=128, heads=(12, 3), table_blocks=3)]
 PASSING += [Case("attention_decode", cache="KV_INT8", head_dim=48), Case("attention_prefill", cache="KV_INT4", head_dim=64)]
 PASSING += [Case("attention_decode", cache="KV_FP8", head_dim=128), Case("norm_qkv_rope_store", "BF16", cache="KV_INT4")]
 PASSING += [Case("attention_decode", cache="BF16", head_dim=64, sinks=True), Case("attention_prefill", cache="F16", head_dim=48, cap=True)]
 PASSING += [Case("kv_append", cache=cache) for cache in KV_FORMATS]
+PASSING += [Case("attention_decode", cache="KV_INT8", head_dim=512)]
 PASSING += [Case("norm_qkv_rope_store", "Q4_K+Q6_K", cache="F16"), Case("norm_qkv_rope_store", "Q4_0+INT4_G128+NF4", cache="KV_INT8")]
 
 
@@ -89,9 +90,11 @@ def test_what_is_wrong_is_named(change, words, recorded):
         ("attention_decode", {"cache_format": "BF16", "head_dim": 96}, "attention_decode BF16 D=48"),
         ("attention_prefill", {"cache_format": "KV_INT8", "head_dim": 96}, "attention_prefill KV_INT8 D=48"),
         ("attention_prefill", {"cache_format": "KV_INT4", "head_dim": 96}, "attention_prefill KV_INT4 D=64"),
+        ("attention_decode", {"cache_format": "BF16", "head_dim": 512}, "attention_decode BF16 D=48"),
         ("attention_decode", {"cache_format": "BF16", "head_dim": 64, "sinks": True}, "attention_decode BF16 D=64 sinks"),
         ("attention_prefill", {"cache_format": "F16", "head_dim": 256, "cap": True}, "attention_prefill F16 D=48 capped"),
         ("advance", {}, "advance"),
+        ("gated_delta", {"head_dim": 128, "outputs": 128, "drafts": 16}, "gated_delta drafts"),
         ("quantize", {}, None),
     ],
 )
@@ -99,6 +102,12 @@ def test_the_case_of_a_shape(stem, facts, name):
     case = case_of(stem, ShapeFacts(CPU, **facts))
     assert (case.name if case else None) == name
     assert case_of(stem, None) is None
+
+
+def test_wide_heads_of_gpus_have_a_case():
+    for stem, cache in (("attention_decode", "KV_INT4"), ("attention_prefill", "BF16")):
+        case = case_of(stem, ShapeFacts(Placement("CUDA"), cache_format=cache, head_dim=288, query_heads=8, kv_heads=2))
+        assert case == Case(stem, cache=cache, head_dim=512) and not case.is_recorded
 
 
 def test_attention_on_the_cpu_is_tested_with_the_models_own_kernel():

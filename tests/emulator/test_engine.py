@@ -169,9 +169,9 @@ def test_packed_caches_on_kernels(driver, kind):
         assert tokens(cpu, TEXTS[:2]) == found
 
 
-def test_a_second_start_runs_no_model(driver, tmp_path, monkeypatch):
+def test_a_second_start_runs_no_model(driver, tmp_path, monkeypatch, tiny_model):
     """Neither the model nor tinygrad's scheduler: captured steps are on disk."""
     from tests.engine.starts import check_second_start
 
     params = [SamplingParams(temperature=0.8, seed=1, max_tokens=2, ignore_eos=True)]
-    check_second_start(monkeypatch, tmp_path, MODEL, "CUDA", params=params, max_model_len=128, max_num_seqs=2)
+    check_second_start(monkeypatch, tmp_path, tiny_model, "CUDA", params=params, max_model_len=128, max_num_seqs=2, dtype="bfloat16")

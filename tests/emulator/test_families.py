@@ -11,6 +11,8 @@ from tinygrad.helpers import USE_TC
 
 from tests.emulator.driver import cuda_device
 from tests.emulator.metal_runtime import metal_device
+from tests.engine.drafting import Oracle, speculate
+from tests.speculate import gated
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backends import registry
 
@@ -66,17 +68,45 @@ def test_experts_run_by_kernels(monkeypatch: pytest.MonkeyPatch, name: str, devi
 
 @pytest.mark.long
 @pytest.mark.parametrize("device", ["CUDA", "METAL"])
+def test_the_layer_for_drafts_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str) -> None:
+    """Of a model with states and experts: after chunks of a prompt, and after steps whose guesses were accepted and rejected."""
+    monkeypatch.setattr(USE_TC, "value", 0)
+    with np.load(GOLDEN / "qwen3next" / "golden.npz") as data:
+        prompt, expected = data["prompt_0"].tolist(), data["tokens_0"].tolist()
+    model = gated.write_model("qwen3next", tmp_path, gated.fitted("qwen3next", [prompt + expected]))
+    options = dict(max_num_seqs=2, max_model_len=64, max_num_batched_tokens=16, dtype="float16", skip_tokenizer_init=True)
+    with cuda_device(seed=5) if device == "CUDA" else metal_device():
+        registry.forget_choices()
+        with LLM(model, device=device, speculative_config={"method": "mtp", "num_speculative_tokens": 2}, **options) as llm:
+            (output,) = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
+            assert output.outputs[0].token_ids == expected[:6]
+            assert 0 < llm.engine.metrics.accepted_tokens < llm.engine.metrics.draft_tokens and llm.engine.speculation.on
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device", ["CUDA", "METAL"])
 def test_recurrent_states_run_by_kernels(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """A prompt in chunks, two sequences together, and decodes."""
+    """A prompt in chunks, two sequences together, and decodes: without drafts, with one of two accepted, and with both."""
     monkeypatch.setattr(USE_TC, "value", 0)
     with np.load(GOLDEN / "qwen3.5" / "golden.npz") as data:
         prompt, expected = data["prompt_0"].tolist(), data["tokens_0"][:TOKENS].tolist()
+    prompts, tokens = [{"prompt_token_ids": ids} for ids in (prompt, prompt)], []
     with cuda_device(seed=5) if device == "CUDA" else metal_device():
         registry.forget_choices()
-        options = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 16}
-        with LLM(GOLDEN / "qwen3.5", device=device, dtype="float16", skip_tokenizer_init=True, **options) as llm:
-            outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in (prompt, prompt)], GREEDY)
-        assert [output.outputs[0].token_ids for output in outputs] == [expected, expected]
+        options = dict(
+            device=device, dtype="float16", skip_tokenizer_init=True, max_num_seqs=2, max_model_len=64, max_num_batched_tokens=16
+        )
+        with LLM(GOLDEN / "qwen3.5", speculative_config="off", **options) as llm:
+            outputs = llm.generate(prompts, GREEDY)
+            tokens += [output.outputs[0].token_ids for output in outputs]
+        with LLM(GOLDEN / "qwen3.5", **options) as llm:
+            assert llm.engine.speculation.on, "auto"
+            known = Oracle(outputs)
+            for right in (1, 2):  # of two drafts
+                _, controller = speculate(llm, lambda ids, n, right=right: known.right(ids, n)[:right] + known.wrong(ids, n)[right:], 2)
+                tokens += [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
+                assert controller.checked == [(2, right)] * 2
+        assert tokens == [expected] * 6
         ran = {choice.variant for choice in registry.choices(device) if choice.stem == "gated_delta"}
     assert ran == {"sm_80" if device == "CUDA" else "apple7"}
 

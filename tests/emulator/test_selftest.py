@@ -76,6 +76,7 @@ LONG = [
 ]
 LONG += [Case("attention_decode", cache="KV_INT8", head_dim=48), Case("kv_append", cache="KV_FP8")]
 LONG += [Case("attention_prefill", cache="BF16", head_dim=64, cap=True)]
+LONG += [Case("attention_decode", cache="KV_INT8", head_dim=512), Case("attention_prefill", cache="BF16", head_dim=512)]
 LONG += [Case("norm_gate_up_silu", "BF16"), Case("norm_head", "Q8_0"), Case("attention_prefill", cache="BF16", head_dim=48)]
 # v in another format, and a packed cache; gate and up apart. Their answers are computed.
 MIXED = [Case("norm_qkv_rope_store", "INT4_G64+Q6_K", cache="KV_INT8"), Case("norm_gate_up_silu", "Q8_0+NF4")]
@@ -85,7 +86,7 @@ RIGHT += [
     Case("attention_decode", cache="BF16", head_dim=64, cap=True, sinks=True),
     Case("attention_prefill", cache="F16", head_dim=48, sinks=True),
 ]
-RIGHT += [Case("lora_bias"), Case("gated_delta"), Case("norm_route", "F32")]
+RIGHT += [Case("lora_bias"), Case("gated_delta"), Case("gated_delta", drafts=True), Case("norm_route", "F32")]
 RIGHT += [Case("experts_gate_up_silu", "Q4_K"), Case("experts_down", "BF16")]
 RIGHT += [*(pytest.param(case, marks=pytest.mark.long) for case in LONG)]
 
@@ -104,6 +105,19 @@ def test_right_kernels_pass(device, case):
     with autotune.untuned():
         results = cases.run(case, Site(registry.BACKENDS[device], BASE[device], device))
     assert cases.wrong(case, results, selftest._answers()) is None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cache", ["BF16", "KV_INT8"])
+def test_wide_heads_of_a_small_gpu_pass(monkeypatch, cache):
+    """99 KiB of shared memory, from the driver's attributes to the launch."""
+    monkeypatch.setattr("tests.emulator.driver.MAX_SHARED_BYTES", 99 << 10)
+    with cuda_device(seed=1, capability=(8, 9)):
+        backend = registry.BACKENDS["CUDA"]
+        for case in (Case(stem, cache=cache, head_dim=512) for stem in ("attention_decode", "attention_prefill")):
+            facts = ShapeFacts(Placement("CUDA"), **_CACHE | {"cache_format": cache, "head_dim": 512})
+            assert backend.unsupported(case.stem, facts) is None
+            assert cases.wrong(case, cases.run(case, Site(backend, BASE["CUDA"], "CUDA")), selftest._answers()) is None
 
 
 @pytest.mark.parametrize("stem, why", [("norm_head", "largest error"), ("norm_qkv_rope_store", "largest error")])

@@ -50,7 +50,7 @@ def test_a_kernel_does_on_arm_what_the_plain_one_does(name: str, processor: str,
     subprocess.run([qemu, "-cpu", "max", str(program), str(given), str(written)], check=True)
 
     plain, _ = SAMPLES[name]("plain")
-    call(plain, *arrays, extra=("-ffp-contract=off",))
+    call(plain, *arrays)
     got, want = numbers(written.read_bytes()[: arrays[0].nbytes], arrays[0]), numbers(arrays[0].tobytes(), arrays[0])
     # float32 sums of a few hundred products, once more rounded to bfloat16 where a normed x is rounded before its product
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-4 * abs(want).max())

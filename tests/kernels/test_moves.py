@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 from tests.formats import sampled_formats
+from tests.in_turn import in_turn
 from tests.kernels.calling import aligned, call
 from tinyvllm.backends.cpu.toolchain import cpu_features
 from tinyvllm.backends.kernel import Kernel
@@ -79,9 +82,7 @@ def panels(weight: str, rows: np.ndarray) -> np.ndarray:
     return np.concatenate([scales.reshape(*scales.shape[:2], -1), words.reshape(*words.shape[:2], -1)], -1).reshape(-1)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("in_panels", [0, 1])
-@pytest.mark.parametrize("weight", WIDTHS)
+@pytest.mark.parametrize(("weight", "in_panels", "target"), in_turn(itertools.product(WIDTHS, (0, 1)), TARGETS))
 def test_embed_gives_the_exact_weight(weight: str, in_panels: int, target: str) -> None:
     rows = file_rows(weight)
     table = filled(panels(weight, rows) if in_panels else rows.reshape(-1))

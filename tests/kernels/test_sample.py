@@ -140,7 +140,7 @@ class Rows:
         ins = [self.logits[which], *([self.prompted] if on["PENALIZED"] else []), *([self.bias] if on["BIASED"] else [])]
         ins.append(np.array([B], np.int32))
         defines = (("V", WIDTH), ("NEUTRAL_ROW", NEUTRAL), *on.items())
-        call(Kernel("sample", "cpu", target, defines, len(outs), len(ins)), *outs, *ins, threads=threads, extra=("-ffp-contract=off",))
+        call(Kernel("sample", "cpu", target, defines, len(outs), len(ins)), *outs, *ins, threads=threads)
         return outs[0].tolist()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
-from tests.kernels.calling import aligned
+from tests.kernels.calling import aligned, call
 from tests.kernels.test_products import FORMATS, TARGETS, matmul, matmul_kernel, numbers
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.quant.formats import FORMATS as TABLE
@@ -69,11 +71,17 @@ def test_the_sums_of_ranks_are_those_of_one_process(format: str) -> None:
     check_ranks(packable_width(format, 352), format, TARGETS[0], (2,))
 
 
-@pytest.mark.long  # some 300 kernels are compiled
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("format", FORMATS)
-def test_the_sums_of_ranks_with_every_format_and_variant(format: str, target: str) -> None:
-    check_ranks(packable_width(format, 352), format, target, (2, 4, 8) if target != "plain" else (2,))
+def _cases() -> list[tuple[str, str, int]]:
+    """Every format with every variant, and with 2, 4 and 8 ranks: `plain` has two, the others four and eight in turn."""
+    wide = [target for target in TARGETS if target != "plain"]
+    turns = [(format, target, (4, 8)[(i + j) % 2]) for i, format in enumerate(FORMATS) for j, target in enumerate(wide)]
+    return turns + [(format, "plain", 2) for format in FORMATS if "plain" in TARGETS]
+
+
+@pytest.mark.long  # each rank has a kernel of its own
+@pytest.mark.parametrize("format, target, world", _cases())
+def test_the_sums_of_ranks_with_every_format_and_variant(format: str, target: str, world: int) -> None:
+    check_ranks(packable_width(format, 352), format, target, (world,))
 
 
 @pytest.mark.long
@@ -92,3 +100,45 @@ def test_slices_are_a_partition() -> None:
             assert all(a.stop == b.start for a, b in zip(ends, ends[1:], strict=False))
             assert all(e.start % slice_unit(format, I) == 0 for e in ends)
             assert slice_columns(format, I, 2, 2) == slice(ends[2].start, ends[3].stop)
+
+
+def adapter_sums(I: int, world: int, target: str) -> list[np.ndarray]:
+    """float32 [T, O] in each of `world` ranks, which have the columns that they have of a product in BF16; of one process with 1."""
+    T, R, ranks = 9, 8, np.array([5, 8], np.int32)
+    x, a, b, bias = numbers(T, I), numbers(2, 1, R, I, seed=1), numbers(2, R, 48, seed=2), numbers(T, 48, seed=3)[0].copy()
+    adapters, outs, place = np.array([t % 3 for t in range(T)], np.int32), [aligned((T, 48), np.float32) for _ in range(world)], 16 * T * R
+    shared, count = aligned((4096 + 8 * world * place,), np.uint8, 0), ALL_SLICES // world
+    sizes = (("O", 48), ("R", R), ("PARTS", 1), ("BIAS", 1), ("NORM", "NO_NORM"), ("UNIT", slice_unit("BF16", I)), ("SLICES", count))
+
+    def run(rank: int) -> None:
+        columns = slice_columns("BF16", I, rank * count, count)
+        own = (("E", columns.stop - columns.start), ("FIRST_SLICE", rank * count), ("ALL_I", I))
+        meeting = (("WORLD", world), ("RANK", rank), ("PLACE", place)) if world > 1 else ()
+        ins = [
+            np.ascontiguousarray(x[:, columns]),
+            np.ascontiguousarray(a[..., columns]),
+            b,
+            ranks,
+            bias,
+            adapters,
+            np.array([T], np.int32),
+        ]
+        memory = [shared] if world > 1 else []
+        scratch = aligned((T, own[0][1] + R), np.float32)
+        call(Kernel("lora_bias", "cpu", target, own + sizes + meeting, 2 + len(memory), 7), outs[rank], scratch, *memory, *ins)
+
+    workers = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return outs
+
+
+@pytest.mark.parametrize("target", [TARGETS[0], *(pytest.param(target, marks=pytest.mark.long) for target in TARGETS[1:])])
+def test_the_sums_of_adapters_in_ranks_are_those_of_one_process(target: str) -> None:
+    """Of 11 units of columns, whose slices are uneven; rows have one of two adapters, or none."""
+    (want,) = adapter_sums(352, 1, target)
+    assert np.ptp(want[1]) > 1
+    for got in adapter_sums(352, 2, target):
+        np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.in_turn import in_turn
 from tests.kernels.calling import aligned
 from tests.kernels.test_products import TARGETS, matmul, matmul_kernel
 from tinyvllm.quant.formats import FORMATS, Activations
@@ -32,8 +33,7 @@ def product(format: str, rows: np.ndarray, target: str) -> np.ndarray:
     return matmul(matmul_kernel(I, O, format, target), columns(), panels)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("format", SMALL)
+@pytest.mark.parametrize(("format", "target"), in_turn(SMALL, TARGETS))
 def test_each_weight_is_exact(format: str, target: str) -> None:
     """x is 1 in one column: the product is the weight, bit by bit, subnormals as well."""
     rows = rows_of(format)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tinygrad import Tensor, dtypes
@@ -37,8 +38,8 @@ def sizes_of(chosen: Tensor, experts: int) -> tuple[int, int, int]:
     return T, C, experts
 
 
-def heads_in_turn(T: int, H: int, rows: Tensor) -> tuple[Routing, Tensor]:
-    """The routing of T H rows of which row t H + h has head h alone, not listed, and how many of them count if `rows` of T do."""
+def list_heads(T: int, H: int, rows: Tensor, listed: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]) -> Routing:
+    """The routing of T H rows of which row t H + h has head h alone, those of `rows` of T, listed by `listed(chosen, rows, experts)`."""
     chosen = (Tensor.arange(T * H, dtype=dtypes.int32, device=rows.device) % H).reshape(T * H, 1).contiguous()
     ones = Tensor.ones(T * H, 1, device=rows.device).contiguous()
-    return Routing(ones, chosen), (rows * H).cast(dtypes.int32).contiguous()
+    return Routing(ones, chosen, listed(chosen, (rows * H).cast(dtypes.int32).contiguous(), H))

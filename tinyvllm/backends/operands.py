@@ -8,6 +8,7 @@ from typing import Literal
 from tinygrad import Tensor
 
 from tinyvllm.quant.layouts import MixedWeight, PackedWeight, RowWeight, StoredWeight
+from tinyvllm.quant.slices import ColumnShare
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,13 +91,17 @@ class AdapterStack:
     """The low-rank matrices of all N adapters for one product of P projections, each of at most R ranks.
 
     a [N, P, R, I] float32, zeros from an adapter's rank on; b [N, R, O] float32, with the adapter's scale in it; ranks [N] int32, 0 for an
-    adapter that leaves the product as it is; `starts`: the first output of each projection.
+    adapter that leaves the product as it is; `starts`: the first output of each projection. With a `unit` above 0 a's sums are added as
+    those of a product over slices of x that are cut by as many columns (quant/slices.py): so ranks may divide them, of which this one
+    has the columns of `share`.
     """
 
     a: Tensor
     b: Tensor
     ranks: Tensor
     starts: tuple[int, ...]
+    unit: int = 0
+    share: ColumnShare | None = None
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,10 @@ class DeltaShape:
     def width(self) -> int:
         """What a row's projections give: q, k, v, z, and of each value head b and a."""
         return self.channels + self.values + 2 * self.value_heads
+
+    def key_head(self, head: int) -> int:
+        """The key head that a value head reads."""
+        return head % self.key_heads if self.tiled else head * self.key_heads // self.value_heads
 
     @property
     def state(self) -> int:

@@ -6,9 +6,9 @@ from tinygrad import Tensor
 
 from tinyvllm.backends.buffers import constant
 from tinyvllm.backends.kernel import Constant
-from tinyvllm.backends.operands import GateClamp, NormWeights, RoutingPolicy
+from tinyvllm.backends.operands import AdapterStack, GateClamp, NormWeights, RoutingPolicy
 from tinyvllm.placement import RankGroup
-from tinyvllm.quant.slices import ColumnShare
+from tinyvllm.quant.slices import ALL_SLICES, ColumnShare
 
 
 def row_scale(scale: float) -> dict[str, Constant]:
@@ -92,8 +92,18 @@ def slices(share: ColumnShare | None) -> dict[str, Constant]:
     return {"SLICES": share.count, "FIRST_SLICE": share.first, "ALL_I": share.all_columns, "BEFORE": share.before}
 
 
+def sums_of_adapters(stack: AdapterStack) -> dict[str, Constant]:
+    """Of `lora_bias`: the slices that A's sums are added in, and the ranks that divide them, if there are any."""
+    if not stack.unit:
+        return {}
+    share = stack.share
+    if share is None:
+        return {"UNIT": stack.unit, "SLICES": ALL_SLICES}
+    return {"UNIT": stack.unit, **slices(share), "BEFORE": 0, **ranks(share.group), "PLACE": share.group.place}
+
+
 def ranks(group: RankGroup | None) -> dict[str, Constant]:
-    """Of a cache: the ranks that divide contexts, if there are any."""
+    """The ranks that divide contexts, or columns, if there are any."""
     return {} if group is None else {"WORLD": group.world_size, "RANK": group.rank}
 
 

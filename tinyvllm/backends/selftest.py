@@ -125,6 +125,8 @@ def needs_by_format(placement: Placement) -> dict[str, list[Need]]:
     for stem in (stem for stem in registry.STEMS if stem in backend.stems):
         if stem in ("advance", "kv_copy", "sample", "lora_bias", "gated_delta"):
             found[_FIRST].append((stem, ShapeFacts(placement, block_bytes=320, vocabulary=300)))
+            if stem == "gated_delta":
+                found[_FIRST].append((stem, ShapeFacts(placement, drafts=1)))
         elif stem.startswith("attention") or stem == "kv_append":
             for name in of_caches:
                 found[name].append((stem, ShapeFacts(placement, cache_format=name, head_dim=64, block_size=16)))

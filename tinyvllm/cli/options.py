@@ -145,6 +145,7 @@ ADAPTERS: tuple[Option, ...] = (
         },
     ),
     ("--max-lora-rank", {"type": int, "metavar": "N", "help": "largest rank of an adapter, up to 64; default 16"}),
+    ("--lora-experts", {"action": "store_true", "help": "leave room for what adapters change of the experts that rows choose"}),
 )
 ADAPTER_ROOM: tuple[Option, ...] = (
     ("--enable-lora", {"action": "store_true", "help": "leave room for adapters that are loaded later"}),

@@ -24,7 +24,8 @@ def draft_model_config(config: EngineConfig, chosen: SpeculativeConfig) -> Engin
     return replace(
         config, model=chosen.model, revision=chosen.revision, quantization=chosen.quantization, imatrix=None, tokenizer=None,
         max_model_len=None, kv_memory=None, swap_space=0, prefix_cache_dir=None, record=None, profile=None, energy=False,
-        speculative_config=None, disable_hybrid_kv_cache_manager=True, enable_lora=False, max_loras=1, max_lora_rank=16, lora_modules=(),
+        speculative_config=None, disable_hybrid_kv_cache_manager=True, enable_lora=False, max_loras=1, max_lora_rank=16, lora_experts=False,
+        lora_modules=(),
     )  # fmt: skip
 
 

@@ -109,7 +109,7 @@ class Engine:
         self.sampler = Sampler(runner.config.vocab_size, config.max_num_seqs, config.device, runner.kept_steps)
         self.constraints = TokenConstraints(self.sampler, self.tokenizer, self.eos_ids, self.metrics)
         self.requests = ActiveRequests(scheduler, self.sampler, self.constraints, self.observer, self.eos_ids)
-        self.adapters = Adapters(runner.adapters, self.requests.adapters_in_use)
+        self.adapters = Adapters(runner, self.requests.adapters_in_use)
         self.scoring = PromptScoring(self.requests, config.max_num_batched_tokens)
         self.requests.on_failure = self.scoring.remove
         self.segments = Segments(scheduler, runner.block_bytes, self.observer)

@@ -65,6 +65,7 @@ def load_runner(config: EngineConfig, progress: Progress | None, opened: OpenedM
         raise OutOfMemoryError(f"engine: memory ran out while the model was loaded ({error}); {headroom()}; {_ADVICE}") from error
     log_division(runner, drafter)
     log_devices(opened, runner.pool.num_blocks)
+    log_stages(opened)
     if runner.groups.kept:
         log.warning("windows: blocks stay until their sequence ends, because %s", runner.groups.kept)
     if config.max_model_len is None and runner.max_model_len < runner.config.max_context:
@@ -89,6 +90,14 @@ def log_devices(opened: OpenedModel, num_blocks: int) -> None:
         )  # fmt: skip
     if division.holds_all(num_blocks):
         log.warning("%s has memory for all layers: --device %s alone is faster", division.gpu.device, division.gpu.device)
+
+
+def log_stages(opened: OpenedModel) -> None:
+    """Say which layers each stage of a pipeline has where some layers cannot be parted."""
+    count = len(opened.config.undivided)
+    if opened.stage is not None and count:
+        text = "pipeline: stages end after layers %s of %d: the last %d are in one, because some read the keys and values of others"
+        log.warning(text, ", ".join(map(str, opened.stage.ends)), opened.config.num_blocks, count)
 
 
 def _likely_draw(folder: Path) -> SamplingFlags:

@@ -18,6 +18,7 @@ TESTED = frozenset(
     }
 )  # fmt: skip
 MAX_HEADS = 256  # of a case: each has a copy of inputs
+WIDE = 512  # features of a head whose values GPUs divide in halves
 _MIXED = ("norm_qkv_rope_store", "norm_gate_up_silu", "experts_gate_up_silu")  # whose parts may be in several formats
 
 
@@ -25,7 +26,8 @@ _MIXED = ("norm_qkv_rope_store", "norm_gate_up_silu", "experts_gate_up_silu")  #
 class Case:
     """One fixed call: of `stem`, with weights in `format` in `layout`, a KV cache in `cache`, and heads of `head_dim`.
 
-    Parts of a product in several formats have these with + between them, as ShapeFacts has. `cap` and `sinks` are attention's. `heads`
+    Parts of a product in several formats have these with + between them, as ShapeFacts has. `cap` and `sinks` are attention's. With
+    `drafts` recurrent states keep some, whatever the number that the model's keep. `heads`
     are the query and KV heads of attention, and `table_blocks` the least width of its block tables: where they are the model's, the kernel
     of the case is the model's own, and one compilation serves both. Results are the same with any.
     """
@@ -37,6 +39,7 @@ class Case:
     head_dim: int = 0
     cap: bool = False
     sinks: bool = False
+    drafts: bool = False
     heads: tuple[int, int] = field(default=(QUERY_HEADS, GROUPS), compare=False)
     table_blocks: int = field(default=0, compare=False)
 
@@ -47,20 +50,20 @@ class Case:
     @property
     def is_recorded(self) -> bool:
         """Whether its answer is recorded; else it is computed (expected.py)."""
-        return not (self.is_mixed or self.cap or self.sinks)
+        return not (self.is_mixed or self.cap or self.sinks or self.head_dim == WIDE)
 
     @property
     def name(self) -> str:
         """As in messages and on disk: "matmul Q8_0"."""
         dim = f"D={self.head_dim}" if self.head_dim else ""
-        policies = "capped" * self.cap, "sinks" * self.sinks
+        policies = "capped" * self.cap, "sinks" * self.sinks, "drafts" * self.drafts
         return " ".join(word for word in (self.stem, self.format, self.layout, self.cache, dim, *policies) if word)
 
     @property
     def answer(self) -> str:
         """Which answer it has: float formats, grouped formats and cache formats hold the same numbers."""
         values = "" if self.format not in FORMATS or self.stem == "pack_tiles" else numbers_of(self.format)
-        return " ".join(word for word in (self.stem, values, str(self.head_dim or "")) if word)
+        return " ".join(word for word in (self.stem, values, str(self.head_dim or ""), "drafts" * self.drafts) if word)
 
     @property
     def tolerances(self) -> Mapping[str, float]:
@@ -83,7 +86,7 @@ _TOLERANCES = dict.fromkeys(("matmul", "norm_gate_up_silu", "experts_gate_up_sil
     "lora_bias": {"y": _PRODUCT, "same": 0.0},
     "norm_head": {"logits": _PRODUCT, "best": 0.0},
     "norm_route": {"shares": _PRODUCT},
-    "gated_delta": {"y": _PRODUCT, "states": _PRODUCT},
+    "gated_delta": {"y": _PRODUCT, "states": _PRODUCT, "kept": 0.0},
 }
 
 
@@ -94,6 +97,8 @@ def case_of(stem: str, facts: ShapeFacts | None) -> Case | None:
     if stem in ("attention_decode", "attention_prefill"):
         # 48 is for all the others: kernels take the multiples of 16 in loops, of 32 in KV_INT4
         other = 64 if facts.cache_format == "KV_INT4" else 48
+        if facts.head_dim > 256 and not facts.placement.is_cpu:
+            other = WIDE
         head_dim = facts.head_dim if facts.head_dim in (64, 128) else other
         case = Case(stem, cache=facts.cache_format, head_dim=head_dim, cap=facts.cap, sinks=facts.sinks)
         if head_dim != facts.head_dim:
@@ -104,4 +109,4 @@ def case_of(stem: str, facts: ShapeFacts | None) -> Case | None:
     layout = Layout(facts.layout).value if stem == "embed" else ""
     cached = stem in ("norm_qkv_rope_store", "kv_append")
     format = facts.format if stem in _MIXED else facts.format.split("+")[0]
-    return Case(stem, format, layout, facts.cache_format if cached else "")
+    return Case(stem, format, layout, facts.cache_format if cached else "", drafts=facts.drafts > 0)

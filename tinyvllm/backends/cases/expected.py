@@ -110,8 +110,10 @@ def attention_prefill(D: int, cap: bool = False, sinks: bool = False) -> Arrays:
 
 
 def computed_answer(case: Case) -> Arrays:
-    """The answer of a product whose parts are in several formats, or of attention with policies; there are too many of these to record."""
-    if case.cap or case.sinks:
+    """The answer of a product whose parts are in several formats, or of attention with policies or wide heads; there are too many of these
+    to record, or they are large.
+    """
+    if case.head_dim:
         answer = attention_decode if case.stem == "attention_decode" else attention_prefill
         return answer(case.head_dim, case.cap, case.sinks)
     answers = {"norm_gate_up_silu": gate_up, "norm_qkv_rope_store": qkv, "experts_gate_up_silu": experts_gate_up}

@@ -189,12 +189,14 @@ class CpuBackend(ExpertKernels, StateKernels):
         p = AdapterProduct.of(x, norm, stack, bias)
         before: dict[str, Constant] = {"NORM": "NO_NORM"} if p.eps is None else {"EPS": p.eps}
         ins = [x, *present(None if norm is None else norm.weight), stack.a, stack.b, stack.ranks, *present(bias), adapters, rows]
+        outs = [empty(x, p.T, p.O), scratch(x, 4 * p.T * (p.I + p.hidden)), *([] if stack.share is None else [stack.share.group.memory])]
         numbers = p.hidden * p.I + p.R * p.O  # of an adapter
         kernel = Kernel.cpu(
-            "lora_bias", variant, 2, len(ins), 2 * p.T * numbers, 4 * (numbers + p.T * (p.I + p.O)),
+            "lora_bias", variant, len(outs), len(ins), 2 * p.T * numbers, 4 * (numbers + p.T * (p.I + p.O)),
             E=p.I, O=p.O, R=p.R, PARTS=len(p.starts), BIAS=int(p.bias), **p.borders, **before,
+            **policies.sums_of_adapters(stack),
         )  # fmt: skip
-        return launch(kernel, [empty(x, p.T, p.O), scratch(x, 4 * p.T * (p.I + p.hidden))], ins)[0]
+        return launch(kernel, outs, ins)[0]
 
     def all_reduce(
         self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None,
@@ -205,7 +207,7 @@ class CpuBackend(ExpertKernels, StateKernels):
         kernel = Kernel.cpu(
             "all_reduce", variant, 2, len(ins), 0, 4 * T * O * (group.world_size + 3),
             O=O, WORLD=group.world_size, RANK=group.rank, PLACE=group.place, BIAS=int(bias is not None), RESIDUAL=int(residual is not None),
-            **policies.output_norm(output_norm), **policies.output_scale(output_scale),
+            **policies.output_norm(output_norm), **policies.output_scale(output_scale), **policies.row_bias(policies.bias_pitch(bias)),
         )  # fmt: skip
         return launch(kernel, [empty(part, T, O), group.memory], ins)[0]
 

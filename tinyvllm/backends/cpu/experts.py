@@ -45,14 +45,14 @@ class ExpertKernels:
         gelu: bool = False, bias: Tensor | None = None, clamp: GateClamp | None = None,
     ) -> Tensor:  # fmt: skip
         (T, C), E, F = (int(d) for d in routing.chosen.shape), weight.I, weight.O // 2 // experts
-        out, parts = empty(x, T * C, F), packed_parts(weight)
+        out, parts, pitch = empty(x, T * C, F), packed_parts(weight), policies.bias_pitch(bias)
         for half, part in zip(("BOTH",) if len(parts) == 1 else ("GATE", "UP"), parts, strict=True):
             ins = [x, *present(None if norm is None else norm.weight), part.tensor, *present(bias), *_groups(routing), rows]
             kernel = Kernel.cpu(
                 "experts_gate_up_silu", variant, 2, len(ins), 2 * T * C * E * part.O // experts,
-                _read_bytes(part.format, part.O, E, experts, T * C) + 4 * T * (E + C * F),
+                _read_bytes(part.format, part.O, E, experts, T * C) + 4 * T * (E + C * (F + pitch)),
                 E=E, F=F, X=experts, C=C, WEIGHT=part.format, HALF=half, **_norm(norm), **policies.gate(gelu, clamp),
-                **policies.bias(bias is not None),
+                **policies.bias(bias is not None), **policies.row_bias(pitch),
             )  # fmt: skip
             out, _ = launch(kernel, [out, scratch(x, _scratch_bytes(part.format, T, E))], ins)
         return out

@@ -6,12 +6,12 @@ for any product of many rows, and matmul.cu multiplies it by the matrices of the
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
 
 from tinygrad import Tensor
 
 from tinyvllm.backends.buffers import constant, empty, integers, present, scratch
-from tinyvllm.backends.by_expert import heads_in_turn, sizes_of
+from tinyvllm.backends.by_expert import list_heads, sizes_of
 from tinyvllm.backends.cuda import expert_plan, plan
 from tinyvllm.backends.cuda.driver import counters, gpu_at
 from tinyvllm.backends.cuda.launch import launch
@@ -60,8 +60,7 @@ class ExpertKernels:
         return launch(kernel, [empty(h, lists.T, product.O)], [outputs, routing.shares, *present(residual), rows])[0]
 
     def list_heads(self, variant: str, T: int, H: int, rows: Tensor) -> Routing:
-        routing, count = heads_in_turn(T, H, rows)
-        return replace(routing, groups=_listed(variant, routing.chosen, count, H))
+        return list_heads(T, H, rows, functools.partial(_listed, variant))
 
 
 def _listed(variant: str, chosen: Tensor, rows: Tensor, experts: int) -> tuple[Tensor, Tensor]:

@@ -6,12 +6,12 @@ one row and thousands take the same way, with the same bits.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
 
 from tinygrad import Tensor
 
 from tinyvllm.backends.buffers import constant, empty, integers, present
-from tinyvllm.backends.by_expert import heads_in_turn, sizes_of
+from tinyvllm.backends.by_expert import list_heads, sizes_of
 from tinyvllm.backends.metal import expert_plan
 from tinyvllm.backends.metal.launch import launch
 from tinyvllm.backends.metal.parts import each_bias, halves, tensors_of
@@ -69,8 +69,7 @@ class ExpertKernels(WithUnusable):
         return launch(kernel, [empty(h, lists.T, product.O)], [outputs, routing.shares, *present(residual), rows])[0]
 
     def list_heads(self, variant: str, T: int, H: int, rows: Tensor) -> Routing:
-        routing, count = heads_in_turn(T, H, rows)
-        return replace(routing, groups=_listed(variant, routing.chosen, count, H))
+        return list_heads(T, H, rows, functools.partial(_listed, variant))
 
 
 def _listed(variant: str, chosen: Tensor, rows: Tensor, experts: int) -> tuple[Tensor, Tensor]:

@@ -126,7 +126,7 @@ def make_sizes(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory
         limit,
         opened.weight_bytes,
         opened.block_bytes // config.block_size,
-        scratch_bytes(config, opened, wanted) * config.num_ranks,
+        scratch_bytes(config, opened, wanted),
         sum(run_bytes(config.device_of(rank)) for rank in range(config.num_ranks)),
         drafter.total(1),
     )
@@ -141,8 +141,7 @@ def _rank_sizes(config: EngineConfig, opened: OpenedModel) -> list[RankSize]:
     free = [use.free for use in opened.memory_uses]
     for rank in range(config.num_ranks if opened.memory else 0):
         part = open_rank(config, opened, rank)
-        layers = part.stage.layers if part.stage else range(part.config.num_blocks)
-        kv_token, device = len(layers) * part.block.nbytes // config.block_size, config.device_of(rank)
+        layers, kv_token, device = part.layers, part.own_block_bytes // config.block_size, config.device_of(rank)
         found.append(RankSize(rank, (layers.start, layers.stop), part.outline().bytes, kv_token, device, free[rank] if free else None))
     return found
 
