@@ -520,6 +520,7 @@ def cuda_device(**options: Any) -> Iterator[Driver]:
             undo.enter_context(_replaced(cuda, name, function))
         undo.enter_context(_replaced(type(Device), "_Device__get_canonicalized_item", device))
         undo.enter_context(_replaced(ops_cuda.CUDADevice, "devices", []))
+        undo.enter_context(default_kept())
         if options.get("executes", True):
             os.environ.setdefault("TINYVLLM_KEEP_STEPS", "0")  # a process with a GPU would load the source as machine code
             undo.enter_context(_replaced(compiler_cuda, "NVRTCCompiler", _SourceCompiler))
@@ -534,6 +535,18 @@ def cuda_device(**options: Any) -> Iterator[Driver]:
         open_device(Placement("CUDA"))
         yield driver
         driver.idle()
+
+
+@contextlib.contextmanager
+def default_kept() -> Iterator[None]:
+    """tinygrad's default device is afterwards that of before: an engine makes its own the default, and the emulated one is gone by then."""
+    from tinygrad import helpers
+
+    before = helpers.DEV._value
+    try:
+        yield
+    finally:
+        helpers.DEV._value = before
 
 
 @contextlib.contextmanager

@@ -759,7 +759,7 @@ def metal_device(**options: Any) -> Iterator[Runtime]:
     from tinygrad import codegen, schedule
     from tinygrad.engine import realize
 
-    from tests.emulator.driver import _InMemory, _replaced
+    from tests.emulator.driver import _InMemory, _replaced, default_kept
     from tinyvllm.backends.registry import open_device
     from tinyvllm.bridge import arena
     from tinyvllm.placement import Placement
@@ -787,6 +787,7 @@ def metal_device(**options: Any) -> Iterator[Runtime]:
         undo.enter_context(_replaced(type(tinygrad_device), "_Device__get_canonicalized_item", device))
         undo.enter_context(_replaced(codegen, "to_program_cache", _InMemory("programs")))
         undo.enter_context(_replaced(schedule, "schedule_cache", _InMemory("schedules")))
+        undo.enter_context(default_kept())
         undo.callback(gc.collect)
         undo.callback(arena._arenas.clear)  # what a test still holds is memory of this device: the next one must not take it
         undo.callback(_forget, realize.runtime_cache)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.emulator.driver import Driver, cuda_device
 from tinyvllm.backends.kernel import Kernel
+from tinyvllm.bridge import prefer_device
 from tinyvllm.config.switches import cache_folder
 from tinyvllm.errors import KernelError
 from tinyvllm.runner.device import start_device
@@ -406,16 +407,19 @@ def test_a_missing_edge_is_detected(driver):
     assert len(results) == 2
 
 
-def test_the_emulated_device_leaves_nothing_in_the_process():
-    from tinygrad import codegen
+def test_the_emulated_device_leaves_nothing_in_the_process(monkeypatch):
+    from tinygrad import codegen, helpers
     from tinygrad.engine.realize import runtime_cache
     from tinygrad.runtime import ops_cuda
     from tinygrad.runtime.autogen import cuda
 
+    monkeypatch.setattr(helpers.DEV, "_value", [helpers.Target()])  # as in a process that has opened no device
     original = (cuda.cuInit, codegen.to_program_cache, list(ops_cuda.CUDADevice.devices))
     with cuda_device() as driver:
+        prefer_device("CUDA")  # as an engine does
         assert on_device(np.arange(3, dtype=np.int32)).numpy().tolist() == [0, 1, 2]
         assert cuda.cuInit is not original[0]
     assert (cuda.cuInit, codegen.to_program_cache, ops_cuda.CUDADevice.devices) == original
+    assert not helpers.DEV.device
     assert not any(device.startswith("CUDA") for _, device in runtime_cache)
     assert isinstance(driver, Driver)

@@ -15,6 +15,7 @@ import pytest
 from tests.emulator.metal_runtime import Copy, Dispatch, Execute, MetalError, Runtime, metal_device
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernel_source
+from tinyvllm.bridge import prefer_device
 from tinyvllm.config.switches import cache_folder
 from tinyvllm.errors import KernelError
 from tinyvllm.runner.device import start_device
@@ -762,14 +763,17 @@ def test_a_graph_in_a_cycle_of_garbage_waits_for_what_it_has_launched(planted):
         assert runtime.counts["waitUntilCompleted"] == waits + 2 and not unraisable
 
 
-def test_no_trace_is_left():
-    from tinygrad import codegen
+def test_no_trace_is_left(monkeypatch):
+    from tinygrad import codegen, helpers
     from tinygrad.engine.realize import runtime_cache
 
+    monkeypatch.setattr(helpers.DEV, "_value", [helpers.Target()])  # as in a process that has opened no device
     kept = (ctypes.CDLL, codegen.to_program_cache, {name for name in sys.modules if "metal" in name and "tinygrad" in name})
     with metal_device() as runtime:
         assert on_device(np.arange(3, dtype=np.int32)).numpy().tolist() == [0, 1, 2]
         assert "tinygrad.runtime.ops_metal" in sys.modules
+        prefer_device("METAL")  # as an engine does
+    assert not helpers.DEV.device
     left = {name for name in sys.modules if "metal" in name and "tinygrad" in name}
     assert (ctypes.CDLL, codegen.to_program_cache, left) == kept
     assert not any(device.startswith("METAL") for _, device in runtime_cache)
