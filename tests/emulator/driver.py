@@ -563,12 +563,13 @@ def _drop_programs(programs: dict[tuple[bytes, str], Any]) -> None:
     """Free everything that would call the driver later, while the driver exists."""
     from tinyvllm.backends.cuda import driver as gpu
     from tinyvllm.backends.cuda.launch import _ahead, loaded, machine_code
-    from tinyvllm.bridge import remove_hooks, shared_zeros
+    from tinyvllm.bridge import forget_zeros, remove_hooks
 
     for key in [key for key in programs if key[1].startswith("CUDA")]:
         del programs[key]
-    for cached in (gpu.copies_of, gpu.gpu_attribute, loaded, machine_code, shared_zeros):
+    for cached in (gpu.copies_of, gpu.gpu_attribute, loaded, machine_code):
         cached.cache_clear()
+    forget_zeros("CUDA")
     _ahead.clear()
     remove_hooks("CUDA")
     gc.collect()

@@ -856,12 +856,13 @@ def _forget(programs: dict[tuple[bytes, str], Any]) -> None:
     from tinyvllm.backends.metal.call import MetalBackend
     from tinyvllm.backends.metal.launch import machine_code, require_runnable
     from tinyvllm.backends.registry import BACKENDS
-    from tinyvllm.bridge import opened_device, remove_hooks, shared_zeros
+    from tinyvllm.bridge import forget_zeros, opened_device, remove_hooks
 
     for key in [key for key in programs if key[1].startswith("METAL")]:
         del programs[key]
-    for kept in (metal_queue.queue_of, machine_code, require_runnable, shared_zeros):
+    for kept in (metal_queue.queue_of, machine_code, require_runnable):
         kept.cache_clear()
+    forget_zeros("METAL")
     getattr(opened_device("METAL").runtime, "cache_clear", lambda: None)()  # share_programs
     remove_hooks("METAL")
     backend = BACKENDS["METAL"]

@@ -75,6 +75,7 @@ def test_every_button_is_reached_on_a_narrow_screen(page: browser.Browser) -> No
     page.call("Emulation.clearDeviceMetricsOverride")
 
 
+@needs_browser
 def test_settings_are_sent(page: browser.Browser) -> None:
     answers(page, "ok")
     for field, value in {"temperature": "0.5", "top_k": "7", "seed": "3", "stop": "END"}.items():

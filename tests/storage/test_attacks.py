@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import secrets
 import shutil
 import sqlite3
 import subprocess
@@ -131,13 +132,14 @@ def test_what_tinygrad_keeps_is_of_the_classes_that_may_be_read(device, tmp_path
 
     from tinyvllm.config.switches import cache_folder
 
-    shape = [3, os.getpid() % 1000 + 7]  # not seen before
+    shape = [3, 1000 + secrets.randbelow(1 << 20)]  # not seen before
     tables = ((codegen.to_program_cache, "programs"), (schedule.schedule_cache, "schedules"))
     before = [set(table) for table, _ in tables]
     (Tensor.ones(*shape).contiguous().realize() * 2).sum(0).realize()
     for (table, name), known in zip(tables, before, strict=True):
         new = [key for key in table if key not in known]
-        assert new and all(programs._load(name, key) is not None for key in new), cache_folder()
+        assert new, f"no new {name}"
+        assert all(programs._load(name, key) is not None for key in new), cache_folder()
     assert not caplog.messages
 
 

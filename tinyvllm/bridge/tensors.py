@@ -116,6 +116,13 @@ def restore_zeros(device: str) -> None:
         _fill_with_zeros(buffer)
 
 
+def forget_zeros(device: str) -> None:
+    """Drop what `shared_zeros` returned for the devices of this name, which no longer exist: later callers get new zeros."""
+    shared_zeros.cache_clear()
+    for name in [name for name in _zeros if name.startswith(device)]:
+        del _zeros[name]
+
+
 def _fill_with_zeros(buffer: Buffer) -> None:
     buffer.copyin(memoryview(bytearray(buffer.nbytes)))
 
