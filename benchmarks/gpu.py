@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import os
 import random
 import shutil
 import subprocess
@@ -111,8 +110,7 @@ def kernels(o: argparse.Namespace) -> None:
         emit(o, f"{op.name} causal, H={H} K={K} D={D}", rate, "TFLOP/s", "cuBLAS 8192", measured(o, "cuBLAS bf16, 8192"))
 
     def product(edge: int, format: str, row: str) -> None:
-        os.environ["TINYVLLM_KERNELS"] = f"matmul={row}"
-        op = product_op("", edge, edge, edge, format)
+        op = product_op("", edge, edge, edge, format, variant=row)
         rate = op.flops / seconds_of(op, effort(o)) / 1e12
         emit(o, f"matmul {format}, {edge}, {row}", rate, "TFLOP/s", f"cuBLAS {edge}", measured(o, f"cuBLAS bf16, {edge}"))
 
@@ -133,7 +131,6 @@ def kernels(o: argparse.Namespace) -> None:
         for row in rows_here if format == "BF16" else rows_here[:1]:
             if o.only in f"matmul {format}, {edge}, {row}":
                 attempt(o, product, edge, format, row)
-    os.environ.pop("TINYVLLM_KERNELS", None)
     for format in ("BF16", *quantized):
         attempt(o, placing, format)
 
@@ -274,10 +271,11 @@ def decode(o: argparse.Namespace) -> None:
 
 
 def prefilling(o: argparse.Namespace, llm: Any, name: str, tokens: int) -> None:
-    """One prompt, from `add` to its first token."""
-    stepping, ids = Stepping(llm), prompt(tokens)
-    stepping.prefill(ids)
-    timed = median(_seconds(lambda: stepping.prefill(ids)) for _ in range(1 if o.tiny else 7))
+    """One prompt, from `add` to its first token; each time another, of which the prefix cache has nothing."""
+    stepping = Stepping(llm)
+    first, *prompts = [prompt(tokens, 500 + i) for i in range(2 if o.tiny else 8)]
+    stepping.prefill(first)
+    timed = median(_seconds(lambda ids=ids: stepping.prefill(ids)) for ids in prompts)
     compute = computing(o) if o.weights == "bf16" else None
     roof = compute and 1e12 * compute / flops_per_token(o.shape, o.tiny)
     emit(o, f"prefill {name}, {tokens}", tokens / timed, "tok/s", o.machine.compute, roof, ms=round(1e3 * timed, 2))
@@ -347,9 +345,9 @@ def profiled(o: argparse.Namespace) -> None:
 
     hopper = usable_variants(Placement("CUDA"), "matmul")[-1]  # where there are several, its own instructions are last
     ops = [attention_decode_op(*((2, 40, 4, 2, 32) if o.tiny else (32, 4096, 32, 8, 128)))]
-    ops += [product_op("matmul", T, edge, edge) for T, edge in ([(64, 64), (1, 64)] if o.tiny else [(4096, 4096), (1, 4096)])]
+    sizes = [(64, 64), (1, 64)] if o.tiny else [(4096, 4096), (1, 4096)]
+    ops += [product_op("matmul", T, edge, edge, variant=hopper) for T, edge in sizes]
     for op in ops:
-        os.environ["TINYVLLM_KERNELS"] = f"matmul={hopper}"
         seconds_of(op, Effort(1, 0.0))
         print(f"{op.name}: has run", flush=True)
 

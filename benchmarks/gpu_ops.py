@@ -263,14 +263,14 @@ def chunk(T: int) -> Batch:
 # --- ops
 
 
-def product_op(name: str, T: int, O: int, I: int, format: str = "BF16", residual: bool = False) -> Op:
+def product_op(name: str, T: int, O: int, I: int, format: str = "BF16", residual: bool = False, variant: str | None = None) -> Op:
     x, added, rows = floats(T, I), floats(T, O) if residual else None, int32([T])
 
     def make(kernel: bool) -> Callable[[], Tensor]:
         weight: Weight = kernel_weight(format, (O,), I) if kernel else tensor_weight(O, I)
         return lambda: linear(x, weight, rows, residual=added)
 
-    return Op(name, "matmul", make, bytes_of(format, O, I), 2 * T * O * I)
+    return Op(name, "matmul", make, bytes_of(format, O, I), 2 * T * O * I, variant and f"matmul={variant}")
 
 
 def cache_bytes(cache: str, tokens: int, K: int, D: int) -> int:

@@ -18,6 +18,7 @@
 extern "C" __global__ void __launch_bounds__(1024)
     advance(int *tokens, int *positions, int *slots, int *context_lens, int *history, int *round, const int *sampled,
             const int *block_tables, const int *count, int B) {
+  await_previous();
   const int row = round[0];
   for (int b = threadIdx.x; b < count[0]; b += blockDim.x) {
     const int position = positions[b] + 1, block = position / S, token = sampled[b];

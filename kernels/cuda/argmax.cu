@@ -20,6 +20,7 @@ DEVICE u64 max_of_block(u64 key, int thread);
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     argmax(int *best, u64 *largest, u32 *counters, const float *logits, const int *count) {
+  await_previous();
   const int part = blockIdx.x, n = blockIdx.y, thread = threadIdx.x;
   if (n >= count[0]) return;
   u64 key = max_of_block(max_of_part(logits + (u64)n * V, part, thread), thread);

@@ -55,6 +55,7 @@ extern "C" __global__ void __launch_bounds__(32, D <= 32 ? 10 : 1)
                      const int *context_lens, const int *count, SINKS_ARGUMENT int B, int cascade) {
   const int *shared_prefix_lens = nullptr;
 #endif
+  await_previous();
   DYNAMIC_SHARED(ring);
   if (HALVES == 2) out += blockIdx.y * VALUES, counters += blockIdx.y * gridDim.x * 2;
   const Batch batch = {block_tables, context_lens, shared_prefix_lens, min(B, count[0]), cascade};

@@ -65,6 +65,7 @@ DEVICE void end_tile(SectionState &section, RowState &state, float (&max)[2], fl
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_prefill(float *out, const float *q, const uint4 *cache, const int *block_tables, const int *context_lens,
                       const int *query_starts, SINKS_ARGUMENT const int *chunks) {
+  await_previous();
   DYNAMIC_SHARED(shared);
   Work work;
   if (!find_work(work, block_tables, context_lens, query_starts, chunks)) return;

@@ -10,6 +10,7 @@
 constexpr int THREADS = 512, LOADS = 8;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) copy(uint4 *copied, const uint4 *words) {
+  await_previous();
   constexpr s64 UNIT = LOADS * THREADS, UNITS = WORDS / UNIT;
   for (s64 unit = blockIdx.x; unit < UNITS; unit += BLOCKS) {
     const s64 first = unit * UNIT + threadIdx.x;

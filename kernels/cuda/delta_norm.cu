@@ -32,6 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                const int *taken,
 #endif
                const int *slots, const int *positions, const int *query_starts, const int *decodes, const int *chunks, int T) {
+  await_previous();
   if ((int)blockIdx.x < T) {
     const int t = blockIdx.x, head = blockIdx.y * (THREADS / 32) + threadIdx.x / 32;
     if (head >= VH || !is_row(t, query_starts, decodes, chunks)) return;

@@ -11,6 +11,7 @@
 #include "weights.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024) embed(float *x, const u8 *table, const int *tokens, const int *rows) {
+  await_previous();
   constexpr int NUMBERS = 4;
   const int t = blockIdx.x;
   if (t >= rows[0]) return;

@@ -24,6 +24,7 @@ DEVICE float4 load_4(const float *at) { return *(const float4 *)at; }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     experts_sum(float *out, const float *outputs, const float *shares, RESIDUAL_ARGUMENT const int *rows) {
+  await_previous();
   const int t = blockIdx.x, column = (blockIdx.y * THREADS + threadIdx.x) * 4;
   if (t >= rows[0] || column >= E) return;
   const float *own = outputs + (u64)t * C * E + column;

@@ -73,6 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
                 const float *y, const float *taps, const float *decay, const float *shift, const int *slots, const int *positions,
                 const int *query_starts, const int *decodes, const int *chunks) {
+  await_previous();
   static __shared__ __align__(16) Stage stage;
   const int b = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (!is_counted(b, decodes[0], chunks[0], chunks[1]) || is_draft(b, decodes[0], slots)) return;

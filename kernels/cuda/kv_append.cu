@@ -16,6 +16,7 @@
 
 extern "C" __global__ void __launch_bounds__(256)
     kv_append(u8 *pool, void *pool_again, const float *k, const float *v, const int *slots, const int *rows) {
+  await_previous();
   static __shared__ float numbers[8][D];
   const int t = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (t >= rows[0]) return;
@@ -39,6 +40,7 @@ DEVICE CachedFour rounded(float4 x);
 
 extern "C" __global__ void __launch_bounds__(1024)
     kv_append(CachedFour *pool, void *pool_again, const float4 *k, const float4 *v, const int *slots, const int *rows) {
+  await_previous();
   constexpr int FOURS = D / 4;
   const int t = blockIdx.x;
   if (t >= rows[0]) return;

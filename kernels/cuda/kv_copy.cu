@@ -12,6 +12,7 @@ constexpr int THREADS = 256, WORDS = BLOCK_BYTES / 16, LOADS = 4;
 static_assert(BLOCK_BYTES % 16 == 0, "kv_copy: BLOCK_BYTES must be a multiple of 16");
 
 extern "C" __global__ void __launch_bounds__(THREADS) kv_copy(uint4 *pool, const int *pairs, const int *count) {
+  await_previous();
   const int n = blockIdx.y;
   if (n >= count[0]) return;
   const uint4 *from = pool + (s64)pairs[2 * n] * WORDS;

@@ -20,6 +20,7 @@ DEVICE u64 sum_before(u64 own, u64 &all);
 DEVICE void write_tasks(int *tasks, int expert, int first_group, int groups, int first_task);
 
 extern "C" __global__ void __launch_bounds__(THREADS) list_experts(int *order, int *tasks, const int *chosen, const int *rows) {
+  await_previous();
   static __shared__ int counts[X], next[X];
   const int thread = threadIdx.x, pairs = rows[0] * C;
   if (thread < X) counts[thread] = 0;

@@ -40,6 +40,7 @@ DEVICE void multiply(float4 (&sums)[ROWS], const float *b, const float *hidden, 
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     lora_bias(float *out, const float *hidden, const float *b, const int *ranks, BIAS_ARGUMENT const int *adapters, const int *rows) {
+  await_previous();
   const int first = blockIdx.x * ROWS, count = min(rows[0] - first, ROWS), o = (blockIdx.y * THREADS + threadIdx.x) * 4;
   if (count <= 0 || o >= O) return;
   const float4 start = BIAS_AT(o);

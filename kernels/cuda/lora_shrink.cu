@@ -37,6 +37,7 @@ DEVICE void multiply(float *hidden, const float *a, const Rows &all, const Run &
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     lora_shrink(float *hidden, const float *x, NORM_ARGUMENT const float *a, const int *ranks, const int *adapters, const int *rows) {
+  await_previous();
   const int first = blockIdx.x * ROWS, count = min(rows[0] - first, ROWS), lane = threadIdx.x % 32;
   const int number = blockIdx.y * NORM_WARPS + threadIdx.x / 32;  // of a row's HIDDEN
   if (count <= 0) return;

@@ -70,6 +70,7 @@ DEVICE void write(float *out, const Sums &total, const float *bias, const float 
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     matmul(float *out, SPLIT_ARGUMENTS const u8 *prepared, const u8 *weight, BIAS_ARGUMENT RESIDUAL_ARGUMENT ROWS_ARGUMENTS, int T) {
+  await_previous();
 #if SPLIT == 1
   float4 *partial = nullptr;
 #endif

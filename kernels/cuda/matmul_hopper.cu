@@ -66,6 +66,7 @@ DEVICE void write(float *out, const Sums &total, const float4 *ups, const float 
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     matmul_hopper(float *out, const u8 *prepared, const u8 *weight, BIAS_ARGUMENT RESIDUAL_ARGUMENT const int *rows) {
+  await_previous();
 #if !BIAS
   const float *bias = nullptr;
 #endif

@@ -64,11 +64,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   DYNAMIC_SHARED(memory);
   u8 *prepared = memory + piece_warp() * WARP_BYTES;
   float *raw = (float *)(prepared + COLUMNS_BYTES(ROOM)), *sums = (float *)(memory + PIECE_WARPS * WARP_BYTES);
-  const InputRows all = {x, nullptr, TOKENS, I};
   Ring ring;
   Walk walk = first_run();
-  stage_piece(raw, all, piece_warp());
   load_first(ring, walk, weight);
+  await_previous();
+  const InputRows all = {x, nullptr, TOKENS, I};
+  stage_piece(raw, all, piece_warp());
   const int count = rows[0];
 
   const int unit = blockIdx.x;
@@ -80,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     if (count <= 0) return;
     multiply_piece(ring, walk, weight, columns, 0, unit, piece, sums);
   }
+  begin_next();
   __syncthreads();
   finish_unit(out, sums, addends, unit, count);
 }

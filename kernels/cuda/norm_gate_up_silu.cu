@@ -42,11 +42,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #endif
   DYNAMIC_SHARED(memory);
   const SharedMemory shared = shared_memory_at(memory);
-  const InputRows all = {x, nullptr, TOKENS, I};
   Ring ring;
   Walk walk = first_run();
-  stage_normed(shared, all, norm);
+  stage_norm(shared, norm);
   load_first(ring, walk, weight);
+  await_previous();
+  const InputRows all = {x, nullptr, TOKENS, I};
+  stage_x(shared, all);
   const int count = rows[0];
 
   prepare_normed(shared, all, EPS);
@@ -54,6 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   if (count <= 0) return;
   for (int unit = blockIdx.x; unit < UNITS; unit += gridDim.x) {
     multiply_unit(ring, walk, weight, columns, unit, shared.sums);
+    if (unit + (int)gridDim.x >= UNITS) begin_next();
     __syncthreads();
     finish_unit(out, shared.sums, bias, unit, count);
     if (unit + (int)gridDim.x < UNITS) __syncthreads();  // before the next unit's sums

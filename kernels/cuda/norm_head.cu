@@ -51,16 +51,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const SharedMemory shared = shared_memory_at(memory);
   Ring ring;
   Walk walk = first_run();
+  stage_norm(shared, norm);
   load_first(ring, walk, weight);
+  await_previous();
   const InputRows rows = {x, row_index, count[0], I};
   if (rows.count <= 0) return;
 
-  stage_normed(shared, rows, norm);
+  stage_x(shared, rows);
   prepare_normed(shared, rows, EPS);
   const Columns columns = columns_at(shared.prepared, STEPS);
   u64 largest[RESULTS] = {};
   for (int unit = blockIdx.x; unit < UNITS; unit += gridDim.x) {
     multiply_unit(ring, walk, weight, columns, unit, shared.sums);
+    if (unit + (int)gridDim.x >= UNITS) begin_next();
     __syncthreads();
     finish_unit(logits, largest, shared.sums, unit, rows.count);
     if (unit + (int)gridDim.x < UNITS) __syncthreads();  // before the next unit's sums

@@ -92,31 +92,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #endif
   DYNAMIC_SHARED(memory);
   const SharedMemory shared = shared_memory_at(memory);
-  const Heads heads = {q, keys, bias, q_norm, k_norm, angles, slots};
 #if MAIN < H + 2 * K
   OtherHeads others = {second, nullptr};
 #if MAIN + SECOND < H + 2 * K
   others.third = third;
 #endif
   if (blockIdx.x >= UNITS) {
+    await_previous();
+    const Heads heads = {q, keys, bias, q_norm, k_norm, angles, slots};
     finish_other_head(heads, others, shared.extra, MAIN + blockIdx.x - UNITS, rows[0]);
     return;
   }
 #endif
-  const InputRows all = {x, nullptr, TOKENS, I};
   Ring ring;
   Walk walk = first_run();
-  stage_normed(shared, all, norm);
+  stage_norm(shared, norm);
   load_first(ring, walk, weight);
+  await_previous();
+  const InputRows all = {x, nullptr, TOKENS, I};
+  stage_x(shared, all);
   const int count = rows[0];
 
   prepare_normed(shared, all, EPS);
   const Columns columns = columns_at(shared.prepared, STEPS);
   if (count <= 0) return;
   const int unit = blockIdx.x;
+  const Heads heads = {q, keys, bias, q_norm, k_norm, angles, slots};
   Operands operands;
   read_operands(operands, heads, unit);
   multiply_unit(ring, walk, weight, columns, unit, shared.sums);
+  begin_next();
   __syncthreads();
   finish_unit(heads, operands, shared.sums, shared.extra, unit, count);
 }

@@ -55,6 +55,7 @@ DEVICE bool is_last(u32 *counter);
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     norm_route(float *shares, int *chosen, GATES_ARGUMENT float *logits, u32 *counters, const float *x, NORM_ARGUMENT const float *weight,
                GATE_ARGUMENT BIAS_ARGUMENT const int *rows) {
+  await_previous();
 #if !NORM
   const float *norm = nullptr;
 #endif

@@ -36,6 +36,7 @@ template <int FIRST, int BYTES> DEVICE bool write_quants(u8 *tile, Row low, Row 
 template <int FIRST, int BYTES, int WORD> DEVICE void write_field(u8 *record, const u8 *rows, const int *places, int lane);
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) pack_tiles(u8 *tiles, BEYOND_ARGUMENT const u8 *rows, const int *table) {
+  await_previous();
   const u32 first = table[0], count = table[1], sixteens = table[2], units = table[3], lane = threadIdx.x % 32;
   for (u32 work = blockIdx.x * WARPS + threadIdx.x / 32; work < count * units; work += gridDim.x * WARPS) {
     const u32 sixteen = work / units, unit = work % units;

@@ -50,6 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_input(u8 *prepare
                                                                      const int *row_index,
 #endif
                                                                      const int *rows) {
+  await_previous();
   const int token = blockIdx.x, thread = threadIdx.x, count = rows[0];
   if (token / 8 * 8 >= count) return;
 #if GATHER

@@ -14,6 +14,7 @@ DEVICE u32 sum_of(uint4 words) { return words.x + words.y + words.z + words.w; }
 DEVICE u32 sum_of_block(u32 sum);
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) read(u32 *sums, const uint4 *words) {
+  await_previous();
   constexpr s64 UNIT = LOADS * THREADS, UNITS = WORDS / UNIT;
   u32 sum = 0;
   for (s64 unit = blockIdx.x; unit < UNITS; unit += BLOCKS) {

@@ -31,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rope_store(float *q, cache
                                                                  const float *angles,
 #endif
                                                                  const int *slots, const int *rows) {
+  await_previous();
   static __shared__ float heads[WARPS][D];
   const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y * WARPS + warp;
   if (row >= rows[0] || head >= HEADS) return;

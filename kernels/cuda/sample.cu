@@ -83,6 +83,7 @@ DEVICE bool is_last_part(Workspace &work, u64 &key, Meeting *meeting);
 extern "C" __global__ void __launch_bounds__(THREADS)
     sample(int *tokens, SampleParams *params, u8 *scratch, SEEN_ARGUMENT const float *logits,
            PROMPTED_ARGUMENT BIAS_ARGUMENT const int *count) {
+  await_previous();
   static __shared__ Workspace work;
   const int part = blockIdx.x, b = blockIdx.y, B = gridDim.y;
   if (b >= count[0]) return;

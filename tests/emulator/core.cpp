@@ -50,7 +50,7 @@ struct Launch {  // emulate.py: _Launch
   u8 *stacks;
   char *error;
   u64 stacks_size, seed, accesses, site, other_site, image;
-  u32 argument_count, range_count, error_size, shared, races, resident;
+  u32 argument_count, range_count, error_size, shared, races, resident, awaits;
   u32 grid[3], block[3];
 };
 
@@ -84,6 +84,7 @@ struct Thread {
   Warp *warp;
   u32 index, lane, place[3];
   State state;
+  bool waited;  // for the kernel before; true from the start in kernels that do not wait
   u32 aligned;
   // what it waits for
   const char *what;
@@ -427,9 +428,12 @@ u32 core_place(u32 which, u32 direction) {
   return which == 2 ? launch->block[direction] : launch->grid[direction];
 }
 
+void core_await_previous() { current->waited = true; }
+
 static void thread_returns() {
   Thread *t = current;
   if (*(u64 *)t->stack_low != CANARY) core_fault(0, "used more than %u bytes of stack", STACK);
+  if (!t->waited) core_fault(0, "returns without having waited for the kernel before it");
   Warp *warp = t->warp;
   t->state = RETURNED;
   warp->alive &= ~(1u << t->lane);
@@ -482,6 +486,7 @@ static void start_block(Block *block, u32 number) {
     Thread *t = &block->threads[i];
     t->block = block, t->warp = &block->warp[i / LANES], t->index = i, t->lane = i % LANES;
     t->state = CAN_RUN, t->what = "", t->line = t->mask = 0;
+    t->waited = !launch->awaits;
     t->place[0] = i % b[0], t->place[1] = i / b[0] % b[1], t->place[2] = i / b[0] / b[1];
     t->actor = (number + 1) << 11 | i << 1, t->now = 1;
     t->clocks.count = t->released.count = t->released_block.count = t->acquirable.count = t->acquirable_block.count = 0;

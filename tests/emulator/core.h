@@ -57,6 +57,8 @@ SHIM void core_expect(const void *address, u32 size, u32 alignment, bool shared,
 SHIM void core_atomic(void *address, u32 size, u32 how, u64 site);
 // `device`: for all threads of the launch, otherwise for those of the block.
 SHIM void core_fence(bool device);
+// The thread has waited for the kernel before this one: from now on it may write to memory that is not shared, and return.
+SHIM void core_await_previous();
 // Lets other threads run.
 SHIM void core_yield();
 

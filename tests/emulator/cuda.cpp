@@ -293,5 +293,6 @@ SHIM void cuda_copy(void *shared, const void *global) {
   core_copy(shared, global, 16, CALLER);
 }
 SHIM void cuda_copy_commit() { core_copy_commit(); }
+SHIM void cuda_await_previous() { core_await_previous(); }
 SHIM void cuda_copy_wait(u32 groups_left) { core_copy_wait(groups_left, CALLER); }
 SHIM void cuda_expect(const void *p, u32 size, bool shared, const char *what) { core_expect(p, size, size, shared, what, CALLER); }

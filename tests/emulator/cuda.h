@@ -382,6 +382,7 @@ EMULATED EmulatedS4 cuda_mma_8(bool unsigned_a, EmulatedS4 c, EmulatedU4 a, unsi
 EMULATED EmulatedU4 cuda_load_matrices(bool transposed, const void *row, unsigned line);
 EMULATED void cuda_copy(void *shared, const void *global);  // global 0: zeros
 EMULATED void cuda_copy_commit();
+EMULATED void cuda_await_previous();
 EMULATED void cuda_copy_wait(unsigned groups_left);
 EMULATED void cuda_expect(const void *p, unsigned size, bool shared, const char *what);
 EMULATED unsigned short cuda_to_f16(float x);

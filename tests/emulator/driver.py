@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from tinygrad.device import Compiler
 
-from tests.emulator.emulate import Memory, emulate_source, uncollected
+from tests.emulator.emulate import Memory, awaits_previous, emulate_source, uncollected
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernel_text
 from tinyvllm.bridge.programs import DiskTable
@@ -396,6 +396,18 @@ class Driver:
         put(out, node)
         return 0
 
+    def _cuGraphAddDependencies_v2(self, graph: Any, before: Any, nodes: Any, edges: Any, count: int) -> int:
+        """A node that begins with the one before waits for it by itself: the emulator checks that in the kernel."""
+        within, edge = self._handles[number(graph)], edges._obj
+        if count != 1 or (edge.from_port, edge.to_port, edge.type) != (1, 0, 1) or self._capability < (9, 0):
+            return INVALID_VALUE
+        early, earlier = number(nodes[0]), number(before[0])
+        assert early in within.nodes and earlier in within.nodes, "an edge between nodes of other graphs"
+        if self._executes and not awaits_previous(within.nodes[early].function.text):
+            raise DriverError(f"{within.nodes[early].function.name} begins early and does not wait for the kernel before it")
+        within.before[early].append(earlier)
+        return 0
+
     def _cuGraphInstantiate_v2(self, out: Any, graph: Any, node: Any, log: Any, size: int) -> None:
         whole = self._handles[number(graph)]
         put(out, self._new(Graph(dict(whole.nodes), {node: list(before) for node, before in whole.before.items()})))
@@ -500,9 +512,10 @@ def cuda_device(**options: Any) -> Iterator[Driver]:
 
     from tinyvllm.backends.cuda import nvrtc
     from tinyvllm.backends.registry import open_device
-    from tinyvllm.bridge import arena
+    from tinyvllm.bridge import arena, cuda_driver
     from tinyvllm.placement import Placement
 
+    cuda_driver()  # adds what tinygrad's bindings lack
     driver = Driver(**options)
     names = [name for name in vars(cuda) if re.match("cu[A-Z]", name) and callable(getattr(cuda, name))]
     opened: dict[str, Any] = {}

@@ -89,7 +89,7 @@ class _Launch(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("entry", "arguments", "ranges", "stacks", "error")),
         *((name, ctypes.c_uint64) for name in ("stacks_size", "seed", "accesses", "site", "other_site", "image")),
-        *((name, ctypes.c_uint32) for name in ("argument_count", "range_count", "error_size", "shared", "races", "resident")),
+        *((name, ctypes.c_uint32) for name in ("argument_count", "range_count", "error_size", "shared", "races", "resident", "awaits")),
         ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3),
     ]  # fmt: skip
 
@@ -173,7 +173,7 @@ def _launch(
         entry=ctypes.cast(image.entry(entry), ctypes.c_void_p).value, arguments=ctypes.addressof(first),
         ranges=ctypes.addressof(ranges), stacks=stacks, error=ctypes.addressof(error), stacks_size=threads * resident * STACK, seed=seed,
         argument_count=len(arguments), range_count=len(memory), error_size=len(error), shared=shared, races=races, resident=resident,
-        grid=(ctypes.c_uint32 * 3)(*grid), block=(ctypes.c_uint32 * 3)(*block),
+        awaits=image.awaits, grid=(ctypes.c_uint32 * 3)(*grid), block=(ctypes.c_uint32 * 3)(*block),
     )  # fmt: skip
     if image.library.core_launch(ctypes.byref(launch)):
         raise EmulatorError(f"{entry}: {error.value.decode(errors='replace')}{image.places(launch)}")
@@ -251,6 +251,11 @@ def _stacks(size: int) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(_KEPT[-1]))
 
 
+def awaits_previous(text: str) -> bool:
+    """Whether a kernel calls the function of gpu.cuh that waits for the kernel before it."""
+    return re.search(r"^ *await_previous\(\);", text, re.MULTILINE) is not None
+
+
 class Image:
     """A kernel's text as machine code, linked with the core."""
 
@@ -260,6 +265,7 @@ class Image:
         names = _bounds(text) if language.name == "cuda" else [signature.name for signature in metal.signatures(text)]
         self.bounds = {name: ctypes.c_int.in_dll(self.library, f"gpu_bounds_{name}").value for name in names}
         self.static_shared = self.library.core_static_shared()
+        self.awaits = awaits_previous(text)
         self.lock = _LAUNCH_LOCK
 
     def entry(self, name: str) -> Any:

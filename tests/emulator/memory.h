@@ -414,6 +414,7 @@ static inline Range *check_access(Thread *t, u64 address, u32 size, u32 how, u64
     *last = r;
   }
   if (how & WRITE && RARE(!r->writable)) core_fault(site, "writes to %s, which is read-only", r->name);
+  if (RARE(!t->waited) && how & WRITE && r->kind == GLOBAL) core_fault(site, "writes to %s before it waits for the kernel before it", r->name);
   if (r->state) check_state(t, r, address, size, how, site);
   if (r->cells) record_range(r, t, address, size, how & WRITE ? how & ~READ : how, site);
   return r;

@@ -44,7 +44,7 @@ from tinyvllm.bridge.capture import (
 )
 from tinyvllm.bridge.compiler import use_c_compiler
 from tinyvllm.bridge.compiling import compile_clock, time_generated_kernels
-from tinyvllm.bridge.cuda import compile_to_cubins, cuda_driver, cuda_runtime, replace_copy_in
+from tinyvllm.bridge.cuda import EdgeData, compile_to_cubins, cuda_driver, cuda_runtime, replace_copy_in
 from tinyvllm.bridge.deferred_free import release_deferred
 from tinyvllm.bridge.device import (
     architecture,
@@ -80,7 +80,8 @@ from tinyvllm.bridge.timing import TimedProgram
 from tinyvllm.bridge.waiting import synchronize
 
 __all__ = [
-    "UNUSED_LIBRARIES", "CaptureWork", "Captured", "CapturedCall", "DeviceCopies", "DeviceHooks", "GraphKernel", "ImportedPages",
+    "UNUSED_LIBRARIES", "CaptureWork", "Captured", "CapturedCall", "DeviceCopies", "DeviceHooks", "EdgeData", "GraphKernel",
+    "ImportedPages",
     "JobGraph", "KeptStep", "KeptSteps", "KernelTime", "KernelTimer", "Launch", "PendingWork", "Program", "QueueEvent", "Reading",
     "Recorded", "StepGraph", "StepNotes", "TimedProgram", "Transfer", "Unkept", "alias", "architecture", "byte_spans", "capture_work",
     "captures_steps", "check_before_first_run", "code_address", "compile_clock", "compile_text", "compile_to_cubins", "copied",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +14,23 @@ from tinyvllm.bridge.compiling import timed
 from tinyvllm.bridge.hooks import DeviceCopies
 
 
+class EdgeData(ctypes.Structure):
+    """CUgraphEdgeData: at which point of a node its successor may begin."""
+
+    _fields_ = [("from_port", ctypes.c_ubyte), ("to_port", ctypes.c_ubyte), ("type", ctypes.c_ubyte), ("reserved", ctypes.c_ubyte * 5)]
+
+
 def cuda_driver() -> Any:
     """The CUDA driver's functions under their own names, as ctypes takes them."""
     from tinygrad.runtime.autogen import cuda
 
+    if not hasattr(cuda, "cuGraphAddDependencies_v2"):  # of CUDA 12.3; tinygrad's bindings are older
+        nodes = ctypes.POINTER(cuda.CUgraphNode)
+
+        @cuda.dll.bind(cuda.CUresult, cuda.CUgraph, nodes, nodes, ctypes.POINTER(EdgeData), ctypes.c_size_t)
+        def cuGraphAddDependencies_v2(*arguments: Any) -> Any: ...
+
+        cuda.cuGraphAddDependencies_v2 = cuGraphAddDependencies_v2  # type: ignore[attr-defined]
     return cuda
 
 

@@ -36,6 +36,11 @@ class GraphKernel:
         return [self.memory[i] for i in self.info.globals]
 
     @property
+    def is_ours(self) -> bool:
+        """Whether a backend launched it, which always gives `aux`; tinygrad gives its own kernels of a GPU none."""
+        return bool(self.info.aux)
+
+    @property
     def integers(self) -> list[int]:
         """The integers that follow: one for each variable, to be set at each replay, then those that the program always takes."""
         return [0] * len(self.info.vars) + list(getattr(self.runtime, "integers", ()))

@@ -163,3 +163,22 @@ DEVICE u32 arrive(u32 *counter, u32 more = 1) {
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(more) : "memory");
   return before;
 }
+
+// --- the kernels before and after this one in a step
+
+// Waits until the kernel before this one has ended and what it wrote is visible. Every thread calls it once, before it returns, writes, or
+// reads what any kernel of a step writes: only constants (weights) may be read earlier. A thread that did not wait could end before a kernel
+// two places back has. Nothing before Hopper, where kernels of a step do not overlap.
+DEVICE void await_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
+}
+
+// Lets the next kernel begin, once every block of threads has called this or has ended: near the end of a block's work. Called at the
+// beginning it made steps up to 10% longer: the next kernel's blocks are then placed where there is room by chance (decision 75).
+DEVICE void begin_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
+#endif
+}

@@ -2,8 +2,9 @@
 // memory.
 //
 // With few rows, the time is that of reading the weights, and depends on how many bytes are in flight: every warp keeps STEPS_AHEAD steps
-// of loads in flight, across pieces, tiles and units, and issues the first of them before it looks at x. x and the norm's weights are few
-// bytes and are requested just before (copies into shared memory); requested later, they would queue after the weights and arrive last.
+// of loads in flight, across pieces, tiles and units, and issues the first of them before it looks at x, where it can even before the
+// kernel that computes x has ended (await_previous). The norm's weights are few bytes and are requested just before (copies into shared
+// memory).
 //
 // A UNIT is TILES tiles of sixteen outputs with all their pieces. Thread blocks take units blockIdx.x, + gridDim.x, ... The warps of a
 // block form a grid of PIECE_WARPS by TILE_WARPS: warp (p, i) computes pieces p, p + PIECE_WARPS, ... of tiles i, i + TILE_WARPS, ... and
@@ -256,14 +257,18 @@ DEVICE SharedMemory shared_memory_at(u8 *memory) {
   return shared;
 }
 
-// Starts the copies of the norm's weights and of x, by the whole thread block; before the first weights, unless x is not yet known.
-DEVICE void stage_normed(const SharedMemory &shared, const InputRows &rows, const float *norm) {
+// Starts the copies of the norm's weights, by the whole thread block.
+DEVICE void stage_norm(const SharedMemory &shared, const float *norm) {
   for (int i = threadIdx.x * 4; i < I; i += THREADS * 4) copy_16(shared.norm + i, norm + i);
+}
+
+// Starts the copies of x, by the whole thread block, after `stage_norm`.
+DEVICE void stage_x(const SharedMemory &shared, const InputRows &rows) {
   if (STAGED) stage_rows(shared.raw, I, rows, 0, I, threadIdx.x, THREADS);
   copy_commit();
 }
 
-// Norms and rounds all columns, by the whole thread block, after `stage_normed`; includes the barriers that this needs.
+// Norms and rounds all columns, by the whole thread block, after `stage_x`; includes the barriers that this needs.
 DEVICE void prepare_normed(const SharedMemory &shared, const InputRows &global_rows, float eps) {
   const int warp = threadIdx.x / 32;
   float *inverse = shared.scratch + TOKENS * NORM_WARPS;

@@ -7,6 +7,7 @@ import pytest
 
 from tinyvllm.backends.cpu import toolchain
 from tinyvllm.errors import TinyvllmError
+from tinyvllm.storage import folders
 
 
 @pytest.fixture
@@ -48,6 +49,25 @@ def test_the_users_choice_is_kept(bare, monkeypatch):
     monkeypatch.setenv("CC", "mine")
     assert toolchain.compiler_command() == ["mine"] and toolchain.has_compiler()
     assert toolchain.provide_compiler(bare / "cache") == "mine"
+
+
+GCC = "gcc (Debian 12.2.0-14) 12.2.0\nCopyright (C) 2022 Free Software Foundation, Inc."
+
+
+def test_gcc_is_passed_over_and_that_is_told(bare, monkeypatch, caplog):
+    """Images and environments name it in CC for other builds; it cannot compile our kernels."""
+    monkeypatch.setattr(folders, "_logged", set())
+    gcc = put_clang(bare, GCC).replace("clang", "gcc")
+    (bare / "bin" / "clang").rename(gcc)
+    monkeypatch.setenv("CC", gcc)
+    path = put_clang(bare, RECENT[0])
+    assert toolchain.compiler_command() == [path] and toolchain.has_compiler()
+    assert f"CC={gcc} is GCC" in caplog.text
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
+    os.unlink(path)
+    assert not toolchain.has_compiler()
+    with pytest.raises(TinyvllmError, match=f"CC={gcc} is GCC.*pip install ziglang"):
+        toolchain.compiler_command()
 
 
 def test_the_wheels_script_compiles(bare):

@@ -96,3 +96,8 @@ DEVICE u32 arrive(u32 *counter, u32 more = 1) {
   __threadfence();
   return before;
 }
+
+// --- the kernels before and after this one in a step
+
+DEVICE void await_previous() { cuda_await_previous(); }
+DEVICE void begin_next() {}

@@ -25,7 +25,7 @@ Way = tuple[str, str, int]  # format, architecture, blocks of threads that share
 
 def cuts_of(format: str, arch: str, split: int) -> list[records.Cut]:
     """The cuts that the planner may choose."""
-    fit = [cut for cut in records.CUTS if records._stages(cut, format, GPUS[arch]) >= 2]
+    fit = [cut for cut in records.CUTS if records.stages_of(cut, format, GPUS[arch]) >= 2]
     return [cut for cut in fit if records.has_registers(cut, split, format)]
 
 

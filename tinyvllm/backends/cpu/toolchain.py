@@ -1,7 +1,8 @@
 """Finds a C compiler for our kernels and for those that tinygrad generates for the CPU device.
 
-What CC names; else a clang of version 16 or later on the PATH; else the whole clang inside the wheel `ziglang`. An older clang cannot
-compile tinygrad's bfloat16 casts. It is looked for when something is compiled: with a filled cache folder none is needed.
+What CC names, unless it is GCC, as many environments have it for other builds; else a clang of version 16 or later on the PATH; else the
+whole clang inside the wheel `ziglang`. An older clang cannot compile tinygrad's bfloat16 casts, and GCC writes no object file to a pipe. It
+is looked for when something is compiled: with a filled cache folder none is needed.
 """
 
 from __future__ import annotations
@@ -19,20 +20,19 @@ from pathlib import Path
 
 from tinyvllm.errors import ToolchainError
 from tinyvllm.storage.cache import write_whole
+from tinyvllm.storage.folders import warn_once
 
 OLDEST_CLANG = 16
 
 
 def compiler_command() -> list[str]:
     """The compiler as the first words of a command line. ToolchainError if there is none."""
-    if named := os.environ.get("CC"):
-        return [named]
-    return _recent_clang() or _zig_clang() or _none_found()
+    return _named() or _recent_clang() or _zig_clang() or _none_found()
 
 
 def has_compiler() -> bool:
     """Whether `compiler_command` would find one."""
-    return bool(os.environ.get("CC") or _recent_clang() or _zig_clang())
+    return bool(_named() or _recent_clang() or _zig_clang())
 
 
 def provide_compiler(cache: Path) -> str:
@@ -47,17 +47,32 @@ def provide_compiler(cache: Path) -> str:
     return command[0]
 
 
+def _named() -> list[str] | None:
+    named = os.environ.get("CC")
+    if not named:
+        return None
+    if "Free Software Foundation" not in _version_of(named):
+        return [named]
+    warn_once(f"CC {named}", f"toolchain: CC={named} is GCC, which cannot compile the CPU's kernels; looking for clang instead")
+    return None
+
+
 def _recent_clang() -> list[str] | None:
     path = shutil.which("clang")
     return [path] if path is not None and _is_recent(path) else None
 
 
 @functools.cache
-def _is_recent(path: str) -> bool:
+def _version_of(path: str) -> str:
+    """What a compiler says of itself; "" where it cannot be started."""
     try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20).stdout
+        return subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return False
+        return ""
+
+
+def _is_recent(path: str) -> bool:
+    said = _version_of(path)
     version = re.search(r"version (\d+)", said)
     # Apple counts its own versions: its 15 is LLVM's 16
     oldest = 15 if "Apple" in said else OLDEST_CLANG
@@ -76,10 +91,14 @@ def _zig_clang() -> list[str] | None:
     return [str(zig), "clang", "-isystem", str(zig.parent / "lib" / "include")] if zig.is_file() else None
 
 
+def _instead_of() -> str:
+    return f" (CC={os.environ['CC']} is GCC)" if os.environ.get("CC") else ""
+
+
 def _none_found() -> list[str]:
     raise ToolchainError(
-        f"toolchain: no C compiler for the CPU device: expected clang {OLDEST_CLANG} or later on the PATH, or the wheel ziglang; "
-        "try `pip install ziglang`"
+        f"toolchain: no C compiler for the CPU device{_instead_of()}: expected clang {OLDEST_CLANG} or later on the PATH, "
+        "or the wheel ziglang; try `pip install ziglang`"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from tinygrad import Tensor
 
 from tinyvllm.backends.cuda.copies import Arrival, Copies, Mark
 from tinyvllm.backends.cuda.plan import GPU
-from tinyvllm.bridge import cuda_driver, opened_device, shared_zeros, synchronize
+from tinyvllm.bridge import architecture, cuda_driver, opened_device, shared_zeros, synchronize
 from tinyvllm.errors import KernelError
 from tinyvllm.placement import Placement
 
@@ -48,6 +49,11 @@ def gpu_attribute(device: str, name: str) -> int:
     if status := cuda.cuDeviceGetAttribute(ctypes.byref(value), which, opened_device(device).cu_device):
         raise KernelError(f"CUDA: the driver does not report {name} of {device} (status {status})")
     return value.value
+
+
+def architecture_number(device: str) -> int:
+    """90 of "sm_90"."""
+    return int(re.sub(r"\D", "", architecture(device)))
 
 
 def gpu_of(placement: Placement) -> GPU:

@@ -9,7 +9,15 @@ from typing import Any
 
 from tinygrad import UOp
 
-from tinyvllm.bridge import GraphKernel, Launch, StepGraph, cuda_driver, cuda_runtime, kernel_timer, opened_device
+from tinyvllm.backends.cuda.driver import architecture_number, driver_version
+from tinyvllm.bridge import EdgeData, GraphKernel, Launch, StepGraph, cuda_driver, cuda_runtime, kernel_timer, opened_device
+
+PROGRAMMATIC = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC and CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+
+
+def overlaps(device: str) -> bool:
+    """Whether our kernels wait for the one before by themselves: they are compiled so from Hopper on; and the driver knows such edges."""
+    return architecture_number(device) >= 90 and driver_version() >= 12030
 
 
 class CudaGraph(StepGraph):
@@ -18,6 +26,9 @@ class CudaGraph(StepGraph):
     tinygrad's own graph gives no kernel dynamic shared memory, sets every node that has an argument again at each replay, and derives
     edges from buffers, which are nearly all dependent in a step that the memory planner has packed into one arena. Since CUDA 12.6 the
     driver launches a straight line in constant time ("Constant Time Launch for Straight-Line CUDA Graphs", NVIDIA 2024).
+
+    From Hopper on our own kernels overlap (CUDA's programmatic dependent launch): one begins when all blocks of the one before have nearly
+    ended (`begin_next` in kernels/cuda/include/gpu.cuh), requests its weights, and waits in `await_previous`. tinygrad's kernels do not.
     """
 
     def __init__(self, linear: UOp | Sequence[Launch], input_uops: tuple[UOp, ...] = ()):
@@ -28,6 +39,7 @@ class CudaGraph(StepGraph):
         self._check(self._cuda.cuCtxSetCurrent(self._context))
         self._graph, self._instance = self._cuda.CUgraph(), self._cuda.CUgraphExec()
         self._check(self._cuda.cuGraphCreate(ctypes.byref(self._graph), 0))
+        self._overlaps = overlaps(self.device_name)
         self._nodes: list[tuple[Any, Any, Any]] = []  # of each kernel: its node, how it is launched, its arguments
         for kernel in self.kernels:
             arguments, packed = runtime.encode_args(kernel.arguments, kernel.integers)
@@ -43,7 +55,12 @@ class CudaGraph(StepGraph):
         launch = self._cuda.CUDA_KERNEL_NODE_PARAMS_v1(kernel.runtime.prg, *grid, *block, kernel.runtime.smem, no_list, packed)
         node, before = self._cuda.CUgraphNode(), [node for node, _, _ in self._nodes[-1:]]
         edges = (self._cuda.CUgraphNode * 1)(*before) if before else None
-        self._check(self._cuda.cuGraphAddKernelNode(ctypes.byref(node), self._graph, edges, len(before), ctypes.byref(launch)))
+        early = bool(before) and self._overlaps and kernel.is_ours
+        count = 0 if early else len(before)
+        self._check(self._cuda.cuGraphAddKernelNode(ctypes.byref(node), self._graph, edges, count, ctypes.byref(launch)))
+        if early:
+            to, when = (self._cuda.CUgraphNode * 1)(node), ctypes.byref(EdgeData(from_port=PROGRAMMATIC, type=PROGRAMMATIC))
+            self._check(self._cuda.cuGraphAddDependencies_v2(self._graph, edges, to, when, 1))
         self._nodes.append((node, launch, arguments))
 
     def __call__(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int], wait: bool = False) -> float | None:

@@ -170,7 +170,7 @@ def argmax(variant: str, rows: int, V: int, gpu: GPU) -> Kernel:
     return Kernel.cuda("argmax", variant, 3, 2, (parts, rows, 1), 256, 0, rows * V, 4 * rows * V, V=V)
 
 
-# --- matmul.cu: the choice of a cut. The figures are those of an H200's data sheet; only their ratios matter.
+# --- matmul.cu: the choice of a cut. The figures are fitted to what an H100 takes for each cut (benchmarks/results/gpu_cuts.jsonl).
 
 
 @dataclass(frozen=True)
@@ -202,9 +202,9 @@ CUTS = (
     Cut(128, 192, 2, 4, 1, 1),
 )
 MAX_STAGES, BAND = 6, 8
-_MULTIPLY, _CACHE, _SHARED, _MEMORY = 1200, 34, 128, 19  # a cycle of a multiprocessor: multiply-adds; bytes of each kind of memory
-_ISSUED, _BARRIER = 3.6, 50  # instructions of a warp a cycle; cycles that a stage's barrier costs
-_LATENCY = 2500  # cycles until blocks of threads have handed over their sums
+_MULTIPLY, _CACHE, _SHARED, _MEMORY = 1200, 44, 128, 13  # a cycle of a multiprocessor: multiply-adds; bytes of each kind of memory
+_ISSUED, _BARRIER = 1.8, 80  # instructions of a warp a cycle; cycles that a stage's barrier costs
+_LATENCY = 4000  # cycles until blocks of threads have handed over their sums
 
 
 def k_blocks(format: str) -> int:
@@ -227,12 +227,13 @@ def _merge(cut: Cut) -> int:
     return (cut.warps_k - 1) * cut.tile_o * cut.tile_t * 4
 
 
-def _stages(cut: Cut, format: str, gpu: GPU) -> int:
+def stages_of(cut: Cut, format: str, gpu: GPU) -> int:
+    """How many stages of a cut fit into shared memory."""
     room = min(gpu.shared, gpu.shared_of_one // cut.resident - 1024) - _merge(cut)
     return min(MAX_STAGES, room // _stage(cut, format))
 
 
-def _cycles(cut: Cut, split: int, rows: int, T: int, I: int, format: str, gpu: GPU) -> float:
+def cycles_of(cut: Cut, split: int, rows: int, T: int, I: int, format: str, gpu: GPU) -> float:
     """About what a product with `rows` rows of weight costs: the busiest multiprocessor's part, or reading the weights."""
     w, x = _steps(format)
     pieces, blocks = ceil_div(I, PIECE), ceil_div(rows, cut.tile_o) * ceil_div(T, cut.tile_t)
@@ -259,21 +260,21 @@ def has_registers(cut: Cut, split: int, format: str) -> bool:
 
 
 @functools.cache
-def _choice(rows: int, T: int, I: int, format: str, silu: bool, gpu: GPU) -> tuple[Cut, int]:
+def choice_of_cut(rows: int, T: int, I: int, format: str, silu: bool, gpu: GPU) -> tuple[Cut, int]:
     """The cut of a product, and the number of blocks of threads that share its columns."""
     pieces = ceil_div(I, PIECE)
     splits = [n for n in range(1, min(pieces, 16) + 1) if (n - 1) * ceil_div(pieces, n) < pieces]
-    fit = [c for c in CUTS if _stages(c, format, gpu) >= 2 and not (silu and c.tile_o // c.warps_o % 32)]  # a warp has gate and up
+    fit = [c for c in CUTS if stages_of(c, format, gpu) >= 2 and not (silu and c.tile_o // c.warps_o % 32)]  # a warp has gate and up
     known = [(c, n) for c in fit for n in splits if has_registers(c, n, format)]
-    return min(known, key=lambda known: _cycles(known[0], known[1], rows, T, I, format, gpu))
+    return min(known, key=lambda known: cycles_of(known[0], known[1], rows, T, I, format, gpu))
 
 
 @functools.cache
 def cut_of_experts(rows: int, places: int, task: int, I: int, format: str, silu: bool, gpu: GPU) -> Cut:
     """The cut of a product whose x has `places` rows, in tasks of at most `task` with one matrix [rows, I] each."""
     every = [c for c in CUTS if task % c.tile_t == 0 and has_registers(c, 1, format) and not (silu and c.tile_o // c.warps_o % 32)]
-    fit = [c for c in (*every, *(replace(c, resident=1) for c in every)) if _stages(c, format, gpu) >= 2]
-    return min(fit, key=lambda cut: (cut not in every, _cycles(cut, 1, rows, places, I, format, gpu)))
+    fit = [c for c in (*every, *(replace(c, resident=1) for c in every)) if stages_of(c, format, gpu) >= 2]
+    return min(fit, key=lambda cut: (cut not in every, cycles_of(cut, 1, rows, places, I, format, gpu)))
 
 
 def matmul(variant: str, p: Product, gpu: GPU, chosen: tuple[Cut, int] | None = None) -> tuple[Kernel, int, int]:
@@ -282,9 +283,9 @@ def matmul(variant: str, p: Product, gpu: GPU, chosen: tuple[Cut, int] | None = 
     p.T % 8 == 0. `chosen`: another cut and split than the best known.
     """
     format, T, O, I, rows = p.format, p.T, p.O, p.I, p.rows
-    cut, split = chosen or _choice(rows, T, I, format, p.silu, gpu)
+    cut, split = chosen or choice_of_cut(rows, T, I, format, p.silu, gpu)
     blocks, pieces = ceil_div(rows, cut.tile_o) * ceil_div(T, cut.tile_t), ceil_div(I, PIECE)
-    stages = _stages(cut, format, gpu)
+    stages = stages_of(cut, format, gpu)
     kernel = Kernel.cuda(
         "matmul", variant, 1 + 2 * (split > 1), 3 + p.bias + p.residual, (blocks, split, 1), cut.threads,
         stages * _stage(cut, format) + _merge(cut),
