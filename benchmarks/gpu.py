@@ -275,7 +275,7 @@ def prefilling(o: argparse.Namespace, llm: Any, name: str, tokens: int) -> None:
     stepping = Stepping(llm)
     first, *prompts = [prompt(tokens, 500 + i) for i in range(2 if o.tiny else 8)]
     stepping.prefill(first)
-    timed = median(_seconds(lambda ids=ids: stepping.prefill(ids)) for ids in prompts)
+    timed = median(_seconds(partial(stepping.prefill, ids)) for ids in prompts)
     compute = computing(o) if o.weights == "bf16" else None
     roof = compute and 1e12 * compute / flops_per_token(o.shape, o.tiny)
     emit(o, f"prefill {name}, {tokens}", tokens / timed, "tok/s", o.machine.compute, roof, ms=round(1e3 * timed, 2))

@@ -23,6 +23,7 @@ SHARED = 60 << 10  # bytes: more than a launch may have without the function's a
 REVERSE = """
 #include "gpu.cuh"
 extern "C" __global__ void __launch_bounds__(32) planted_reverse(int *out, int *total, const int *x, const int *count) {
+  await_previous();
   DYNAMIC_SHARED(bytes);
   int *stored = (int *)(bytes + SHARED) - 32, n = count[0], i = threadIdx.x;
   if (i < n) stored[i] = x[i];
@@ -275,6 +276,21 @@ def test_a_replay_is_one_launch_of_one_graph(driver):
     assert not {"cuLaunchKernel", "cuGraphExecKernelNodeSetParams", "cuCtxSynchronize", "cuGraphInstantiate_v2"} & set(spent)
 
 
+def test_our_kernels_begin_early_from_hopper_on(driver, monkeypatch):
+    """The edge to one of ours says so, that to one of tinygrad's does not; an older GPU or driver has none such."""
+    from tinyvllm.backends.cuda import graph
+
+    total, count, x = integers(0), integers(4), integers(1, 2, 3, 4)
+    step = captured_step(total, count)
+    step(x, n=1)
+    ours = [kernel.is_ours for kernel in step._graph.kernels]
+    assert ours.count(True) == 2 and ours.count(False) >= 1
+    assert driver.counts["cuGraphAddDependencies_v2"] == sum(ours[1:])
+    monkeypatch.setattr(graph, "architecture_number", lambda device: 89)
+    captured_step(total, count)(x, n=1)
+    assert driver.counts["cuGraphAddDependencies_v2"] == sum(ours[1:])
+
+
 def test_a_replay_updates_only_changed_nodes(driver):
     from tinyvllm.bridge import download
 
@@ -379,6 +395,31 @@ def test_garbage_collected_in_a_launch_runs_no_later_launch(driver):
         if not enabled:
             gc.disable()
     assert ran == ["first", "second"]
+
+
+def test_a_kernel_that_begins_early_must_wait(driver):
+    from tinygrad.runtime import ops_cuda
+
+    from tests.emulator.driver import DriverError
+    from tinyvllm.bridge import EdgeData, cuda_driver
+
+    cuda, operands = cuda_driver(), [integers(0, 0), integers(0), integers(1, 2), integers(2)]
+    reverse(*operands)[0].realize()
+    (handle,) = [number for number, thing in driver._handles.items() if getattr(thing, "name", "") == "planted_reverse"]
+    graph, nodes = cuda.CUgraph(), [cuda.CUgraphNode(), cuda.CUgraphNode()]
+    cuda.cuGraphCreate(ctypes.byref(graph), 0)
+    for node in nodes:
+        _, packed = ops_cuda.encode_args([t.uop.buffer._buf for t in operands], [])
+        p = cuda.CUDA_KERNEL_NODE_PARAMS_v1(ctypes.cast(handle, cuda.CUfunction), 1, 1, 1, 32, 1, 1, SHARED, None, packed)
+        cuda.cuGraphAddKernelNode(ctypes.byref(node), graph, None, 0, ctypes.byref(p))
+    before, early = ((cuda.CUgraphNode * 1)(node) for node in nodes)
+    edge = ctypes.byref(EdgeData(from_port=1, type=1))
+    assert cuda.cuGraphAddDependencies_v2(graph, before, early, edge, 1) == 0
+    assert cuda.cuGraphAddDependencies_v2(graph, before, early, ctypes.byref(EdgeData(from_port=1)), 1) == 1
+    function = driver._handles[handle]
+    function.text = function.text.replace("  await_previous();", "")
+    with pytest.raises(DriverError, match="planted_reverse begins early and does not wait"):
+        cuda.cuGraphAddDependencies_v2(graph, before, early, edge, 1)
 
 
 def test_a_missing_edge_is_detected(driver):

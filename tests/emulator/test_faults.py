@@ -394,3 +394,21 @@ def test_threads_synchronize_by_atomics_in_shared_memory() -> None:
         run(text.format("__threadfence_block();"), out, grid=6, block=64, seed=seed)
     assert out.tolist() == list(range(6))
     faults("race", text.format(""), out, grid=6, block=64)
+
+
+# ---------------------------------------------------------------- the kernel before
+
+
+WAITS = """float *out, const float *in) {{ int t = threadIdx.x; float x = in[t]; {}
+  await_previous();
+  {} out[t] = x; }}"""
+
+
+def test_writing_before_the_wait_is_found() -> None:
+    runs(WAITS.format("", ""), floats(32), floats(32))
+    faults("writes to argument 0 before it waits", WAITS.format("out[t] = 1.0f;", ""), floats(32), floats(32))
+
+
+def test_returning_without_having_waited_is_found() -> None:
+    faults("returns without having waited", WAITS.format("if (t >= 8) return;", ""), floats(32), floats(32))
+    runs(WAITS.format("", "if (t >= 8) return;"), floats(32), floats(32))

@@ -27,7 +27,7 @@ def cuda_driver() -> Any:
     if not hasattr(cuda, "cuGraphAddDependencies_v2"):  # of CUDA 12.3; tinygrad's bindings are older
         nodes = ctypes.POINTER(cuda.CUgraphNode)
 
-        @cuda.dll.bind(cuda.CUresult, cuda.CUgraph, nodes, nodes, ctypes.POINTER(EdgeData), ctypes.c_size_t)
+        @cuda.dll.bind(cuda.CUresult, cuda.CUgraph, nodes, nodes, ctypes.POINTER(EdgeData), ctypes.c_size_t)  # type: ignore[untyped-decorator]
         def cuGraphAddDependencies_v2(*arguments: Any) -> Any: ...
 
         cuda.cuGraphAddDependencies_v2 = cuGraphAddDependencies_v2  # type: ignore[attr-defined]
