@@ -465,7 +465,8 @@ def integers_of(text: str, name: str) -> int | None:
 
 def without_last_block(text: str, name: str) -> str:
     """The text with a kernel whose last block does nothing."""
-    return re.sub(rf"(\b{re.escape(name)}\s*\([^)]*\)\s*\{{)", r"\1 if (blockIdx.x == gridDim.x - 1) return;", text, count=1)
+    wait = "await_previous(); " if awaits_previous(text) else ""
+    return re.sub(rf"(\b{re.escape(name)}\s*\([^)]*\)\s*\{{)", rf"\1 if (blockIdx.x == gridDim.x - 1) {{ {wait}return; }}", text, count=1)
 
 
 class _SourceCompiler(Compiler):

@@ -286,7 +286,7 @@ def test_our_kernels_begin_early_from_hopper_on(driver, monkeypatch):
     ours = [kernel.is_ours for kernel in step._graph.kernels]
     assert ours.count(True) == 2 and ours.count(False) >= 1
     assert driver.counts["cuGraphAddDependencies_v2"] == sum(ours[1:])
-    monkeypatch.setattr(graph, "architecture_number", lambda device: 89)
+    monkeypatch.setattr(graph, "architecture", lambda device: "sm_89")
     captured_step(total, count)(x, n=1)
     assert driver.counts["cuGraphAddDependencies_v2"] == sum(ours[1:])
 

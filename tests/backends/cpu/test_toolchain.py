@@ -51,7 +51,7 @@ def test_the_users_choice_is_kept(bare, monkeypatch):
     assert toolchain.provide_compiler(bare / "cache") == "mine"
 
 
-GCC = "gcc (Debian 12.2.0-14) 12.2.0\nCopyright (C) 2022 Free Software Foundation, Inc."
+GCC = "gcc (Debian 12.2.0-14) 12.2.0\nThis is free software; see the source for copying conditions.  There is NO"
 
 
 def test_gcc_is_passed_over_and_that_is_told(bare, monkeypatch, caplog):

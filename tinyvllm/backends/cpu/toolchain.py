@@ -23,6 +23,7 @@ from tinyvllm.storage.cache import write_whole
 from tinyvllm.storage.folders import warn_once
 
 OLDEST_CLANG = 16
+_GCC = "see the source for copying conditions"  # of what it says of its version, under whatever name it is called
 
 
 def compiler_command() -> list[str]:
@@ -51,7 +52,7 @@ def _named() -> list[str] | None:
     named = os.environ.get("CC")
     if not named:
         return None
-    if "Free Software Foundation" not in _version_of(named):
+    if _GCC not in _version_of(named):
         return [named]
     warn_once(f"CC {named}", f"toolchain: CC={named} is GCC, which cannot compile the CPU's kernels; looking for clang instead")
     return None

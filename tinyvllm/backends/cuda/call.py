@@ -78,7 +78,7 @@ class CudaBackend(ExpertKernels, WithoutRanks):
 
     def variants(self, placement: Placement, stem: str | None = None) -> dict[str, str | None]:
         name = architecture(placement.device)
-        number = architecture_number(placement.device)
+        number = architecture_number(name)
         every = {variant: None if number >= oldest else f"the GPU is {name}, older than {variant}" for variant, oldest in OLDEST.items()}
         if stem in PRODUCTS:
             every[plan.HOPPER] = None if number == 90 else f"the GPU is {name}, and this variant runs on sm_90 only"

@@ -12,7 +12,7 @@ from tinygrad import Tensor
 
 from tinyvllm.backends.cuda.copies import Arrival, Copies, Mark
 from tinyvllm.backends.cuda.plan import GPU
-from tinyvllm.bridge import architecture, cuda_driver, opened_device, shared_zeros, synchronize
+from tinyvllm.bridge import cuda_driver, opened_device, shared_zeros, synchronize
 from tinyvllm.errors import KernelError
 from tinyvllm.placement import Placement
 
@@ -51,9 +51,9 @@ def gpu_attribute(device: str, name: str) -> int:
     return value.value
 
 
-def architecture_number(device: str) -> int:
+def architecture_number(name: str) -> int:
     """90 of "sm_90"."""
-    return int(re.sub(r"\D", "", architecture(device)))
+    return int(re.sub(r"\D", "", name))
 
 
 def gpu_of(placement: Placement) -> GPU:

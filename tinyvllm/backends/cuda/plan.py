@@ -229,7 +229,7 @@ def _merge(cut: Cut) -> int:
 
 def stages_of(cut: Cut, format: str, gpu: GPU) -> int:
     """How many stages of a cut fit into shared memory."""
-    room = min(gpu.shared, gpu.shared_of_one // cut.resident - 1024) - _merge(cut)
+    room = min(gpu.shared, gpu.shared_of_one // cut.resident) - 1024 - _merge(cut)  # the source declares up to 1 KiB
     return min(MAX_STAGES, room // _stage(cut, format))
 
 
