@@ -58,17 +58,9 @@ class StepSlices:
 def _by_kind(names: list[str | float], notes: list[StepNote]) -> dict[_Kind, list[tuple[int, StepNote]]]:
     """The steps of each kind: where their marks begin, and their notes."""
     steps: dict[_Kind, list[tuple[int, StepNote]]] = {}
-    period = names.index("end") + 1 if notes else 0
-    if notes and names == names[:period] * len(notes) and names.count("step") == len(notes):  # usual, and twice as fast
-        phases = tuple(names[1 : period - 1])
-        for number, note in enumerate(notes):
-            steps.setdefault((note.sampled, *phases), []).append((number * period, note))
-        return steps
-    start = 0
-    for note in notes:
-        end = names.index("end", start)
-        while "step" in (later := tuple(names[start + 1 : end])):  # one that raised
-            start += 1 + later.index("step")
-        steps.setdefault((note.sampled, *later), []).append((start, note))
-        start = end + 1
+    starts = [place for place, name in enumerate(names) if name == "step"]
+    ended = ((start, end - 1) for start, end in zip(starts, [*starts[1:], len(names)], strict=True) if names[end - 1] == "end")
+    for (start, end), note in zip(ended, notes, strict=True):
+        kind = (note.sampled,) if end == start + 1 else (note.sampled, *names[start + 1 : end])
+        steps.setdefault(kind, []).append((start, note))
     return steps
