@@ -541,6 +541,7 @@ def cuda_device(**options: Any) -> Iterator[Driver]:
             undo.enter_context(_replaced(codegen, "to_program_cache", _InMemory("programs")))
             undo.enter_context(_replaced(schedule, "schedule_cache", _InMemory("schedules")))
             undo.enter_context(_replaced(nvrtc, "cubin", source_of))
+            undo.enter_context(_replaced(nvrtc, "waits", lambda arch: driver._capability >= (9, 0)))
         undo.callback(gc.collect)  # destructors of programs and buffers call the driver: they run while it is there
         undo.callback(opened.clear)
         undo.callback(arena._arenas.clear)  # what a test still holds is memory of this driver: the next one must not take it

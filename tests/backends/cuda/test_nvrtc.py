@@ -75,6 +75,13 @@ def test_a_gpu_newer_than_the_compiler_gets_ptx(kernel):
     assert b"fma" not in code and b"mul.rn.f32" in code and b"add.rn.f32" in code, "products and sums are rounded one by one"
 
 
+def test_kernels_wait_as_they_are_compiled(monkeypatch):
+    """For a GPU of Hopper's kind that an old NVRTC does not know, code is of an older one, and waits for nothing."""
+    assert [nvrtc.waits(arch) for arch in ("sm_80", "sm_89", "sm_90", "sm_120", "sm_200")] == [False, False, True, True, True]
+    monkeypatch.setattr(nvrtc._nvrtc(), "architectures", (80, 86, 89))
+    assert not nvrtc.waits("sm_90")
+
+
 def test_the_same_kernel_is_compiled_once(kernel, monkeypatch):
     first, other = nvrtc.cubin(kernel(FACTOR=3)), nvrtc.cubin(kernel(FACTOR=5))
     assert first != other

@@ -6,6 +6,7 @@ first rearranged, by a launch of their own, and multiplied by tensor cores tile 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from tinyvllm.backends import low_rank, recurrent
 from tinyvllm.backends.buffers import cache_format, constant, empty, integers, present, scratch
 from tinyvllm.backends.cuda import plan
 from tinyvllm.backends.cuda.bandwidth import gpu_read_bandwidth
-from tinyvllm.backends.cuda.driver import CudaCopies, architecture_number, copies_of, counters, gpu_at, gpu_free_memory, gpu_of
+from tinyvllm.backends.cuda.driver import CudaCopies, copies_of, counters, gpu_at, gpu_free_memory, gpu_of
 from tinyvllm.backends.cuda.experts import ExpertKernels
 from tinyvllm.backends.cuda.graph import CudaGraph
 from tinyvllm.backends.cuda.launch import compile_ahead, launch, versions
@@ -78,7 +79,7 @@ class CudaBackend(ExpertKernels, WithoutRanks):
 
     def variants(self, placement: Placement, stem: str | None = None) -> dict[str, str | None]:
         name = architecture(placement.device)
-        number = architecture_number(name)
+        number = int(re.sub(r"\D", "", name))
         every = {variant: None if number >= oldest else f"the GPU is {name}, older than {variant}" for variant, oldest in OLDEST.items()}
         if stem in PRODUCTS:
             every[plan.HOPPER] = None if number == 90 else f"the GPU is {name}, and this variant runs on sm_90 only"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import re
 from typing import Any
 
 import numpy as np
@@ -49,11 +48,6 @@ def gpu_attribute(device: str, name: str) -> int:
     if status := cuda.cuDeviceGetAttribute(ctypes.byref(value), which, opened_device(device).cu_device):
         raise KernelError(f"CUDA: the driver does not report {name} of {device} (status {status})")
     return value.value
-
-
-def architecture_number(name: str) -> int:
-    """90 of "sm_90"."""
-    return int(re.sub(r"\D", "", name))
 
 
 def gpu_of(placement: Placement) -> GPU:

@@ -9,15 +9,16 @@ from typing import Any
 
 from tinygrad import UOp
 
-from tinyvllm.backends.cuda.driver import architecture_number, driver_version
+from tinyvllm.backends.cuda import nvrtc
+from tinyvllm.backends.cuda.driver import driver_version
 from tinyvllm.bridge import EdgeData, GraphKernel, Launch, StepGraph, architecture, cuda_driver, cuda_runtime, kernel_timer, opened_device
 
 PROGRAMMATIC = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC and CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
 
 
 def overlaps(device: str) -> bool:
-    """Whether our kernels wait for the one before by themselves: they are compiled so from Hopper on; and the driver knows such edges."""
-    return architecture_number(architecture(device)) >= 90 and driver_version() >= 12030
+    """Whether our kernels wait for the one before by themselves, and the driver knows such edges."""
+    return nvrtc.waits(architecture(device)) and driver_version() >= 12030
 
 
 class CudaGraph(StepGraph):

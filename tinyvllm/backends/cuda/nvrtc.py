@@ -71,6 +71,13 @@ def cubin(kernel: Kernel, arch: str | None = None, compile: Compile = compile_he
     return kept_or_built(place, lambda: compile(text, kernel.name, options), building)
 
 
+def waits(arch: str) -> bool:
+    """Whether kernels wait by themselves for the one before (kernels/cuda/include/gpu.cuh) as they are compiled for a GPU of the
+    architecture `arch`: an old NVRTC compiles for an older one.
+    """
+    return int(re.sub(r"\D", "", _target("sm_80", arch))) >= 90
+
+
 def version() -> str:
     """Of the compiler: "nvrtc 13.0"; KernelError where there is none."""
     return _nvrtc().version
