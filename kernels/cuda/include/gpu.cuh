@@ -176,7 +176,7 @@ DEVICE void await_previous() {
 }
 
 // Lets the next kernel begin, once every block of threads has called this or has ended: near the end of a block's work. Called at the
-// beginning it made steps up to 10% longer: the next kernel's blocks are then placed where there is room by chance (decision 75).
+// beginning it made steps up to 10% longer, for a reason that is not known (decision 75).
 DEVICE void begin_next() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
