@@ -23,8 +23,6 @@ struct shared {
       64) char asleep[MAX_THREADS];  // 1: this worker returns to Python to sleep. The thread that sets it to 0 decides whether to wake it
 };
 
-static uint64_t clock_now(void);
-static uint64_t clock_ticks(long microseconds);
 static void run_list(const struct thread_team *team, const int64_t *list, long count, uint64_t *marks);
 
 long pool_work(struct shared *shared, long thread, long threads, long seen, long patience);
@@ -116,28 +114,4 @@ static void run_list(const struct thread_team *team, const int64_t *list, long c
     if (kind != ALONE || i + 1 == count || list[1] != ALONE) barrier(team);
     if (marks) *marks++ = clock_now();
   }
-}
-
-static uint64_t clock_now(void) {
-#if defined(__x86_64__)
-  return __builtin_ia32_rdtsc();
-#elif defined(__aarch64__)
-  uint64_t t;
-  __asm__ volatile("mrs %0, cntvct_el0" : "=r"(t));
-  return t;
-#else
-  static uint64_t t;
-  return t++;
-#endif
-}
-
-// Ticks of that clock in a number of microseconds. x86 does not say how fast its counter is; 2 to 5 in a nanosecond are usual.
-static uint64_t clock_ticks(long microseconds) {
-#if defined(__aarch64__)
-  uint64_t rate;
-  __asm__ volatile("mrs %0, cntfrq_el0" : "=r"(rate));
-  return rate * microseconds / 1000000;
-#else
-  return 3000ull * microseconds;
-#endif
 }

@@ -24,6 +24,7 @@ from tinyvllm.errors import ArgumentError, OutOfMemoryError
 
 # One kernel of each kind. All work on x [n] int64; `log` counts its calls and takes the order in which they came.
 SOURCE = """
+#include <unistd.h>
 #include "thread_team.h"
 
 void by_all(int64_t *x, const int64_t *n, const struct thread_team *team) {  // x[i] += 1, then x[i] *= 3 of what another thread added to
@@ -43,6 +44,11 @@ void with_many(int64_t *x, long a, long b, long c, long d, long e, long f, long 
                long o, long p, long q, long r) {
   x[0] = a + 2 * b + 3 * c + 4 * d + 5 * e + 6 * f + 7 * g + 8 * h + 9 * i + 10 * j + 11 * k + 12 * l + 13 * m + 14 * n + 15 * o + 16 * p
        + 17 * q + 18 * r;
+}
+void late(int64_t *x, const struct thread_team *team) {  // all but the first thread come 5 ms later
+  if (team->thread > 0) usleep(5000);
+  barrier(team);
+  if (team->thread == 0) x[0] += 1;
 }
 void num_threads(int64_t *x, const struct thread_team *team) { x[team->thread] = team->threads; }
 """
@@ -132,6 +138,19 @@ def test_all_threads_take_part_and_a_pool_of_one_starts_none(code, pool):
     pool.run(np.array([ctypes.cast(code.num_threads, ctypes.c_void_p).value, TEAM, 1, 0, 1, x.ctypes.data], np.int64), 1)
     assert x.tolist() == [pool.num_threads] * pool.num_threads + [0] * (4 - pool.num_threads)
     assert threading.active_count() - before == pool.num_threads - 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads spin in a barrier")
+def test_a_thread_that_waits_long_sleeps(code):
+    """So that another process has the core meanwhile."""
+    pool, x = ThreadPool(2), np.zeros(1, np.int64)
+    late = np.array([ctypes.cast(code.late, ctypes.c_void_p).value, TEAM, 1, 0, 1, x.ctypes.data], np.int64)
+    pool.run(late, 1)
+    used, start = time.thread_time(), time.perf_counter()
+    pool.run(late, 1, 20)
+    used, passed = time.thread_time() - used, time.perf_counter() - start
+    pool.dismiss()
+    assert x[0] == 21 and passed > 0.1 and used < 0.3 * passed
 
 
 def test_a_dismissed_pool_has_no_threads_and_starts_again(code, pool):
