@@ -49,8 +49,8 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class RankGroup:
-    """Ranks that divide matrices, or contexts, and the shared memory in which they meet (kernels/cpu/include/meeting.h), as a tensor of
-    bytes.
+    """Ranks that divide matrices, or contexts, and the shared memory in which they meet, as its backend wants it: a tensor of bytes on the
+    CPU (kernels/cpu/include/meeting.h).
 
     `place` is how many float32 of sums, or of results of attention, a rank has room for, `logits` how many logits there is room for.
     """

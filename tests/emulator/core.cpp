@@ -125,7 +125,7 @@ static u32 resident, running;
 static u32 thread_count, warp_count, static_size, shared_size;
 static u64 order;
 static void *launcher_sp;
-static u32 idle_turns;
+static u32 idle_turns, pauses;
 static bool failed;
 
 static u32 chance() {
@@ -273,6 +273,15 @@ void core_yield() {
   set_ready(current_block, self->index / LANES, 1u << self->lane);
   at_atomic = true;
   run_next();
+}
+
+extern "C" int usleep(u32 microseconds);
+
+void core_pause() {
+  if (++pauses > 1u << 21) core_fault(0, "waits for another process, which does not come: 2 million pauses");
+  usleep(50);
+  idle_turns = 0;
+  core_yield();
 }
 
 // Describes all waiting threads, in groups.
@@ -534,7 +543,7 @@ EXPORT int core_launch(Launch *request) {
   resident = launch->resident < count ? launch->resident : count;
   launch->image = (u64)image_start();
   order = launch->seed * 0x9E3779B97F4A7C15ull + 0xD1B54A32D192ED03ull;
-  failed = false, current = 0, idle_turns = 0, current_block = 0;
+  failed = false, current = 0, idle_turns = pauses = 0, current_block = 0;
   for (int i = 0; i < 8; i++) chance();
   if (!allocate_memory()) return 1;
   blocks = (Block *)calloc(resident ? resident : 1, sizeof(Block));

@@ -61,6 +61,8 @@ SHIM void core_fence(bool device);
 SHIM void core_await_previous();
 // Lets other threads run.
 SHIM void core_yield();
+// The same, for a thread that waits for another process: sleeps, and faults after minutes.
+SHIM void core_pause();
 
 // A pseudo-random number, determined by the seed.
 SHIM u32 core_chance();

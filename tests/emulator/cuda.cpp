@@ -10,6 +10,7 @@ extern "C" float exp2f(float);
 SHIM u32 cuda_place(u32 which, u32 direction) { return core_place(which, direction); }
 SHIM void cuda_fence(bool device) { core_fence(device); }
 SHIM void cuda_yield() { core_yield(); }
+SHIM void cuda_pause() { core_pause(); }
 SHIM void cuda_trap(u32 line) { core_fault(0, "__trap in line %u", line); }
 SHIM u32 cuda_sync(const char *what, u32 vote, u32 line) { return core_barrier(what, line, vote, CALLER); }
 SHIM void cuda_sync_warp(u32 mask, u32 line) { core_lane_barrier("__syncwarp", mask, line, CALLER); }
@@ -53,6 +54,19 @@ SHIM double cuda_atomic_add_double(double *p, double value) {
   double old = *p;
   *p = old + value;
   return old;
+}
+
+// Of words that other processes read and write, too, in an order that they must see.
+SHIM void cuda_store_word(u32 *p, u32 value) {
+  core_fence(true);
+  core_atomic(p, 4, WRITE, CALLER);
+  __atomic_store_n(p, value, __ATOMIC_RELEASE);
+}
+SHIM u32 cuda_load_word(const u32 *p) {
+  core_atomic((void *)p, 4, READ, CALLER);
+  const u32 value = __atomic_load_n(p, __ATOMIC_ACQUIRE);
+  core_fence(true);
+  return value;
 }
 
 // ---------------------------------------------------------------- lanes

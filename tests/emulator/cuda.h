@@ -272,6 +272,9 @@ EMULATED_PLAIN void __threadfence_system() { cuda_fence(true); }
 EMULATED_PLAIN void __threadfence_block() { cuda_fence(false); }
 EMULATED void cuda_yield();
 EMULATED_PLAIN void __nanosleep(unsigned) { cuda_yield(); }
+EMULATED void cuda_pause();
+EMULATED void cuda_store_word(unsigned *p, unsigned value);
+EMULATED unsigned cuda_load_word(const unsigned *p);
 EMULATED void cuda_trap(unsigned line) __attribute__((noreturn));
 EMULATED_PLAIN void __trap(EMULATED_LINE) { cuda_trap(line); }
 

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import itertools
+import math
 import os
 import random
 import re
@@ -80,12 +81,15 @@ class Driver:
 
     Without `executes` programs are machine code of a real compiler, checked as far as a driver would when it loads them, and a launch does
     nothing: memory is zero where the host has not written. That needs no C compiler.
+
+    An `eager` driver runs work as it is issued, as a rank needs that waits for nothing: others wait for it. `gpus`: how many there are to
+    count; the others are those of other processes.
     """
 
     _numbers = itertools.count(0x1000, 16)  # handles; unique across drivers
 
     def __init__(self, seed: int = 0, capacity: int = 1 << 30, capability: tuple[int, int] = (9, 0), multiprocessors: int = 4,
-                 races: bool = True, executes: bool = True):  # fmt: skip
+                 races: bool = True, executes: bool = True, eager: bool = False, gpus: int = 1):  # fmt: skip
         self.counts: Counter[str] = Counter()
         self.launched: list[str] = []
         self.fail_once: str | None = None
@@ -93,7 +97,7 @@ class Driver:
         self.device: dict[int, np.ndarray] = {}  # device memory by address
         self.pinned: dict[int, np.ndarray] = {}
         self._random, self._seed, self._capacity, self._capability = random.Random(seed), seed, capacity, capability
-        self._races, self._executes = races, executes
+        self._races, self._executes, self._eager, self._gpus = races, executes, eager, gpus
         self._attributes = {MULTIPROCESSORS: multiprocessors, MULTIPROCESSOR_SHARED: MAX_SHARED_BYTES + 1024, MAX_SHARED: MAX_SHARED_BYTES}
         self._handles: dict[int, Any] = {}
         self._stream: list[tuple[int, Callable[[], None]]] = []
@@ -130,6 +134,9 @@ class Driver:
     def _enqueue(self, work: Callable[[], None]) -> int:
         self._issued += 1
         self._stream.append((self._issued, work))
+        if self._eager:
+            self.idle()
+            return 0
         self._run(self._done + (self._random.choice((0, 1, 2, len(self._stream))) if self._seed % 2 else 0))
         return 0
 
@@ -165,7 +172,7 @@ class Driver:
         return 0 if index == 0 else 101
 
     def _cuDeviceGetCount(self, out: Any) -> None:
-        put(out, 1)
+        put(out, self._gpus)
 
     def _cuDriverGetVersion(self, out: Any) -> None:
         put(out, 12090)
@@ -215,6 +222,23 @@ class Driver:
 
     def _cuMemHostAlloc(self, out: Any, size: int, flags: int) -> None:
         put(out, self._allocate(self.pinned, size, 4096))
+
+    def _cuMemHostRegister_v2(self, address: Any, size: int, flags: int) -> int:
+        start = number(address)
+        if size <= 0 or start % 4096 or start in self.pinned:
+            return INVALID_VALUE
+        self.pinned[start] = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(start))
+        return 0
+
+    def _cuMemHostUnregister(self, address: Any) -> int:
+        self.idle()
+        return 0 if self.pinned.pop(number(address), None) is not None else INVALID_VALUE
+
+    def _cuMemHostGetDevicePointer_v2(self, out: Any, address: Any, flags: int) -> int:
+        if not self._within(self.pinned, number(address), 1):
+            return INVALID_VALUE
+        put(out, number(address))
+        return 0
 
     def _allocate(self, where: dict[int, np.ndarray], size: int, border: int) -> int:
         # pages of zeros take no memory until they are written: a GPU's memory may be larger than the host's
@@ -353,9 +377,10 @@ class Driver:
         text = function.text
         if function.name == self.fail_once:
             self.fail_once, self._failure, text = None, LAUNCH_FAILED, without_last_block(text, function.name)
+        resident = math.prod(launch.grid) if meets_others(text) else 3
         emulate_source(
             text, function.name, launch.grid, launch.block, launch.shared, [*addresses, *integers], self._memory_of(addresses),
-            seed=self._random.getrandbits(32), races=self._races,
+            seed=self._random.getrandbits(32), races=self._races, resident=resident,
         )  # fmt: skip
 
     def _memory_of(self, addresses: list[int]) -> list[Memory]:
@@ -461,6 +486,11 @@ def integers_of(text: str, name: str) -> int | None:
     if match is None:
         return None
     return sum(re.fullmatch(r"\s*(const )?int \w+\s*", parameter) is not None for parameter in match[1].split(","))
+
+
+def meets_others(text: str) -> bool:
+    """Whether blocks of the kernel wait for those of other processes, so that all of them must run at a time."""
+    return "struct Meeting" in text
 
 
 def without_last_block(text: str, name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 from tinygrad import Tensor
 
 from tinyvllm.backends.kernel import Kernel
@@ -78,6 +79,18 @@ class Backend(Protocol):
 
         None if the host's bandwidth is used for the device.
         """
+
+    def rank_group(self, placement: Placement, rank: int, world_size: int, memory: np.ndarray, place: int, logits: int) -> RankGroup:
+        """Rank `rank` among `world_size`, which meet in `memory`, uint8: memory of the host that all of them have mapped, whole pages. It
+        has room for `place` float32 of each rank, twice, and after them for `logits`. Errors of the driver.
+        """
+        ...
+
+    def rank_environments(self, ranks: int, share: bool) -> list[dict[str, str]]:
+        """What the environment of each rank's process has, so that it finds the device that is its own as the first. ArgumentError where
+        there are fewer devices than ranks, unless they `share` them.
+        """
+        ...
 
     def embed(self, variant: str, table: KernelTable, tokens: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor: ...
 

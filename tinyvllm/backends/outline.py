@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from tinygrad import Tensor
 
 from tinyvllm.backends.buffers import empty, integers
@@ -58,6 +59,12 @@ class Outline:
 
     def read_bandwidth(self, placement: Placement, seconds: float, nbytes: int) -> float | None:
         return None
+
+    def rank_environments(self, ranks: int, share: bool) -> list[dict[str, str]]:
+        return [{}] * ranks
+
+    def rank_group(self, placement: Placement, rank: int, world_size: int, memory: np.ndarray, place: int, logits: int) -> RankGroup:
+        return RankGroup(rank, world_size, None, place, logits)
 
     def embed(self, variant: str, table: KernelTable, tokens: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
         return empty(tokens, int(tokens.shape[0]), table.I)

@@ -154,6 +154,15 @@ def mapped(array: np.ndarray, device: str, dtype: DType | None = None, alignment
     return copied(array, device, dtype)
 
 
+def over_host(address: int, device: str, array: np.ndarray, release: Callable[[], None]) -> Tensor:
+    """uint8 [N] over the bytes of `array`, memory of the host that the device has at `address`; `release` is called once tinygrad has let
+    go of it, and before the array is.
+    """
+    buffer = Buffer(device, array.nbytes, dtypes.uint8, options=BufferSpec(external_ptr=address)).allocate(external_ptr=address)
+    weakref.finalize(buffer, _release, release, array).atexit = False
+    return over(buffer, 0, (array.nbytes,), dtypes.uint8)
+
+
 # Imported pieces of mappings, by device and address: one buffer serves all arrays of a piece, as a launch names each buffer that it uses.
 _pieces: weakref.WeakValueDictionary[tuple[str, int], Buffer] = weakref.WeakValueDictionary()
 

@@ -6,6 +6,7 @@ from tinyvllm.config.devices import kind_of
 from tinyvllm.errors import ArgumentError
 
 PARALLEL_SIZES = (1, 2, 4, 8)  # of processes that share layers or contexts
+SHARED_BY_GPUS = ("CUDA",)  # kinds of devices of which several can share a model
 LAYER_DEVICES = ("CUDA", "METAL")  # that may have some of a model's layers, next to the CPU
 
 
@@ -38,6 +39,16 @@ class RankOptions:
     def device_of(self, rank: int) -> str:
         """The device that a rank computes on."""
         return self.devices[rank] if self.more_devices else self.device
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether each of several ranks has a GPU of its own."""
+        return self.num_ranks > 1 and not self.more_devices and kind_of(self.device) in SHARED_BY_GPUS
+
+    @property
+    def memories(self) -> tuple[str, ...]:
+        """The device of each memory that the model takes some of."""
+        return (self.device,) * self.num_ranks if self.on_gpus else self.devices
 
     @property
     def cpu_ranks(self) -> int:
@@ -76,11 +87,16 @@ class RankOptions:
         given = next(f"{name}={size}" for name, size in sizes.items() if size > 1)
         if self.more_devices:
             given = f"device={self.device_names}"
-        elif self.device not in ("auto", "CPU"):
-            raise ArgumentError(f"{given} runs on the CPU only, got device={self.device}: leave one of them out")
+        elif self.device not in ("auto", "CPU", *SHARED_BY_GPUS):
+            how = f", and ranks have the first GPUs: choose them by CUDA_VISIBLE_DEVICES={self.device.partition(':')[2]},..."
+            on = f"the CPU and on {', '.join(SHARED_BY_GPUS)}{how * (kind_of(self.device) in SHARED_BY_GPUS)}"
+            raise ArgumentError(f"{given} runs on {on}, got device={self.device}: leave one of them out")
         refused = ["swap_space", "speculative_config", "prefix_cache_dir", "async_scheduling", "imatrix", "lora_experts"]
-        if self.more_devices or self.context_parallel_size > 1:
+        if self.more_devices or self.context_parallel_size > 1 or self.on_gpus:
             refused.append("enable_lora")
+            given = f"{given} on {self.device}" if self.on_gpus else given
+        if self.on_gpus and self.context_parallel_size > 1:
+            raise ArgumentError(f"context_parallel_size={self.context_parallel_size} runs on the CPU only, got device={self.device}")
         for name in refused:
             if getattr(self, name):
                 raise ArgumentError(f"{name} does not work with {given} yet: leave one of them out")

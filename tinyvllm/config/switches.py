@@ -62,6 +62,11 @@ SWITCHES: tuple[Switch, ...] = (
         "TINYVLLM_CACHE", "folder for files that can be made again; default $XDG_CACHE_HOME/tinyvllm or ~/.cache/tinyvllm", _parse_folder
     ),
     Switch("TINYVLLM_KERNELS", "which kernel runs an op: OP=ROW,..., OP may be all, ROW may be ref; see `kernels`", _parse_kernels),
+    Switch(
+        "TINYVLLM_SHARE_GPUS",
+        "1 to let ranks share GPUs where there are fewer than ranks: for tests, as they wait for each other",
+        _parse_switch,
+    ),
     Switch("TINYVLLM_KEEP_PANELS", "0 to pack weights at every start instead of keeping them packed in the cache folder", _parse_switch),
     Switch(
         "TINYVLLM_KEEP_STEPS",

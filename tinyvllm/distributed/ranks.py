@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from tinyvllm.distributed.memory import SharedMemory
@@ -20,6 +21,7 @@ SILENT_SECONDS = 10.0  # without a heartbeat, after which a rank counts as hangi
 START_SECONDS = 600.0  # to load the weights
 BEAT_SECONDS = 0.5  # from one heartbeat of a rank to the next
 ASK_SECONDS = 60.0  # for an answer
+PROGRAM = "tinyvllm.runner.rank"  # of a rank's process
 DONE, REFUSED = b"+", b"-"  # answers, between heartbeats
 
 
@@ -31,7 +33,8 @@ class Ranks:
     What `ask` sends each rank also answers, with a byte.
     """
 
-    def __init__(self, memory: SharedMemory, start: dict[str, Any], threads: int):
+    def __init__(self, memory: SharedMemory, start: dict[str, Any], threads: int, environments: Sequence[dict[str, str]] = ()):
+        """`environments` has what the environment of each rank has besides this process's."""
         self._memory, self._closing, self._since = memory, False, 0.0
         self.failure: str | None = None
         self._noticed = threading.Event()  # that there is a failure
@@ -43,7 +46,8 @@ class Ranks:
         for rank in range(1, layout.ranks):
             sends = links[rank - layout.world_size][0] if rank >= layout.world_size else None
             receives = links[rank][1] if rank < len(links) else None
-            self._start(rank, start, threads, sends, receives)
+            own = {"TINYVLLM_THREADS": str(threads)} | (environments[rank] if environments else {})
+            self._start(rank, start, own, sends, receives)
         self._messages = links[0][1].makefile("rb") if links else None
         for link in links:
             link[0].close()  # or the end of a rank would not be seen by its neighbour
@@ -58,12 +62,14 @@ class Ranks:
         """The processes of ranks 1 and up."""
         return [process.pid for process in self._processes]
 
-    def _start(self, rank: int, start: dict[str, Any], threads: int, sends: socket.socket | None, receives: socket.socket | None) -> None:
+    def _start(
+        self, rank: int, start: dict[str, Any], own: dict[str, str], sends: socket.socket | None, receives: socket.socket | None
+    ) -> None:
         """Start the process of a rank, with its ends of the links to the next stage and from the one before."""
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "tinyvllm.runner.rank", str(theirs.fileno()), str(self._memory.fd)]
+        command = [sys.executable, "-m", PROGRAM, str(theirs.fileno()), str(self._memory.fd)]
         links = {name: link.fileno() for name, link in (("sends", sends), ("receives", receives)) if link is not None}
-        files, environment = (theirs.fileno(), self._memory.fd, *links.values()), os.environ | {"TINYVLLM_THREADS": str(threads)}
+        files, environment = (theirs.fileno(), self._memory.fd, *links.values()), os.environ | own
         process = subprocess.Popen(command, pass_fds=files, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         theirs.close()
         self._processes.append(process)

@@ -46,7 +46,7 @@ def load_runner(config: EngineConfig, progress: Progress | None, opened: OpenedM
     from tinyvllm.runner.opened import open_model  # after start_device, which sets what tinygrad reads at import
     from tinyvllm.runner.runner import Runner
 
-    free, limit = free_together(config.devices)  # before the weights take some
+    free, limit = free_together(config.memories)  # before the weights take some
     share_cores(config.cpu_ranks)
     try:
         with DEVICE_LOCK:

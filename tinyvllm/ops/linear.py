@@ -74,10 +74,14 @@ def _reduced(
 ) -> Tensor:  # fmt: skip
     """`linear` of all ranks, each of which has some of the columns of x and of the weight."""
     placement = Placement.of(x.device)
-    kernel = select("matmul", placement, f"{weight.O}x{share.columns} {weight.format} of a rank", product_facts(placement, weight))
+    facts = product_facts(placement, weight)
+    kernel = select("matmul", placement, f"{weight.O}x{share.columns} {weight.format} of a rank", facts)
     if kernel is None or gelu:
         raise KernelError("tensor parallelism: no kernel adds the parts of a divided product; leave TINYVLLM_KERNELS out")
     part = kernel.backend.matmul(kernel.variant, x, weight, rows, None, None, False, None, 1.0)
+    after = replace(facts, output_norm=norm is not None, output_scale=scale != 1.0)
+    if kernel.backend.unsupported("matmul", after) is not None:  # as it has no norm of outputs in products
+        return add_output(residual, kernel.backend.all_reduce(kernel.variant, part, share.group, rows, bias, None), norm, scale)
     return kernel.backend.all_reduce(kernel.variant, part, share.group, rows, bias, residual, norm, scale)
 
 

@@ -2,34 +2,48 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 
+from tinyvllm.backends.registry import backend_for
+from tinyvllm.config.devices import kind_of
 from tinyvllm.config.engine import EngineConfig
+from tinyvllm.config.switches import environment
 from tinyvllm.distributed.memory import Layout, SharedMemory
 from tinyvllm.integers import ceil_div, round_up
 from tinyvllm.models.config import ModelConfig
-from tinyvllm.placement import RankGroup
+from tinyvllm.placement import Placement, RankGroup
 from tinyvllm.runner.prepare import power_bucket
-from tinyvllm.weights.memory import place_bytes
 
 ATTENTION_PLACE = 1 << 20  # 4 MiB: more would leave the caches between two ranks
+CUDA_PLACE = 1 << 22  # 16 MiB: what GPUs exchange at a time
 _LANES = 16  # float32 that kernels copy at once
 
 
-def tensor_ranks(memory: SharedMemory, rank: int) -> RankGroup | None:
+def tensor_ranks(memory: SharedMemory, rank: int, placement: Placement) -> RankGroup | None:
     """The ranks that have the other parts of this one's matrices; None for whole ones."""
     layout = memory.layout
-    return _group(memory.tensor_group(rank), layout.cell(rank)[0], layout.tensor, layout.sums, layout.logits)
+    return _group(placement, memory.tensor_group(rank), layout.cell(rank)[0], layout.tensor, layout.sums, layout.logits)
 
 
-def context_ranks(memory: SharedMemory, rank: int) -> RankGroup | None:
+def context_ranks(memory: SharedMemory, rank: int, placement: Placement) -> RankGroup | None:
     """The ranks that have the other parts of this one's contexts, and its weights; None for whole ones."""
     layout = memory.layout
-    return _group(memory.context_group(rank), layout.cell(rank)[1], layout.context, layout.results)
+    return _group(placement, memory.context_group(rank), layout.cell(rank)[1], layout.context, layout.results)
 
 
-def _group(memory: np.ndarray, rank: int, count: int, place: int, logits: int = 0) -> RankGroup | None:
-    return RankGroup(rank, count, place_bytes(memory, "CPU"), place, logits) if count > 1 else None
+def _group(placement: Placement, memory: np.ndarray, rank: int, count: int, place: int, logits: int = 0) -> RankGroup | None:
+    backend = backend_for(placement)
+    return None if count == 1 or backend is None else backend.rank_group(placement, rank, count, memory, place, logits)
+
+
+def rank_environments(config: EngineConfig) -> list[dict[str, str]]:
+    """What the environment of each rank's process has besides this one's. ArgumentError where there is not a device for each."""
+    backend = backend_for(Placement(config.device))
+    if not config.on_gpus or backend is None:
+        return [{}] * config.num_ranks
+    return backend.rank_environments(config.num_ranks, bool(environment(os.environ).get("TINYVLLM_SHARE_GPUS")))
 
 
 def shared_layout(config: EngineConfig, model: ModelConfig) -> Layout:
@@ -37,10 +51,12 @@ def shared_layout(config: EngineConfig, model: ModelConfig) -> Layout:
     tensor, context, stages = config.tensor_parallel_size, config.context_parallel_size, config.pipeline_parallel_size
     rows, hidden = max_rows(config), 16 * round_up(config.max_lora_rank, 4) if config.enable_lora else 0
     width = ceil_div(config.max_model_len or model.max_context, config.block_size)
-    sums = max(rows, model.num_experts_per_tok) * max(model.dim, hidden)
+    sums, logits = max(rows, model.num_experts_per_tok) * max(model.dim, hidden), rows * model.vocab_size
+    if kind_of(config.device) == "CUDA":  # a place at a time, with as many logits as fit; all of it is locked in memory
+        sums, logits = max(min(sums, CUDA_PLACE), round_up(model.vocab_size, 16)), 0
     results = max(_attention_place(model, tensor, width, rows), ceil_div(rows, context) * model.dim)
     stream, inputs = rows * model.dim if stages > 1 else 0, rows * (width + 12) + 1024
-    return Layout(tensor, context, stages, sums, results, rows * model.vocab_size, stream, inputs)
+    return Layout(tensor, context, stages, sums, results, logits, stream, inputs)
 
 
 def _attention_place(model: ModelConfig, tensor: int, width: int, rows: int) -> int:

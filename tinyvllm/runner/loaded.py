@@ -46,7 +46,7 @@ class LoadedModel:
         self._divides = opened.split is not None
         loader = self._load(opened, progress)
         # the other ranks of this machine load their weights after this one
-        free = None if opened.whole is None or opened.division else free_memory(device) - (self.weight_bytes - loader.bytes)
+        free = None if opened.whole is None or opened.memory_uses else free_memory(device) - (self.weight_bytes - loader.bytes)
         size = pool_size(config, opened, drafter, free)
         self.max_model_len, self.groups = size.max_model_len, groups_of(config, self.config)
         groups = self.groups.layers if self.groups.blocks.count > 1 else None

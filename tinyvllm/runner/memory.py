@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -44,9 +45,12 @@ def memory_limit(device: str) -> str:
 
 
 def free_together(devices: Sequence[str]) -> tuple[int, str]:
-    """Bytes that may be allocated on one or several devices, and what limits them, in words. Metal's memory is the CPU's."""
+    """Bytes that may be allocated on one or several devices, and what limits them, in words. Metal's memory is the CPU's. A device that is
+    there several times stands for as many like it.
+    """
     counted = [device for device in devices if len(devices) == 1 or not Placement(device).is_metal]
-    return sum(map(free_memory, counted)), " and ".join(map(memory_limit, devices))
+    limits = [f"{memory_limit(device)}{f', {count} times' * (count > 1)}" for device, count in Counter(devices).items()]
+    return sum(map(free_memory, counted)), " and ".join(limits)
 
 
 def run_bytes(device: str) -> int:

@@ -19,7 +19,7 @@ from tinyvllm.integers import ceil_div
 from tinyvllm.models.config import ModelConfig, WeightRecipe
 from tinyvllm.models.families import check_layers, find_family, read_config, recipes_of, refuse_unused
 from tinyvllm.placement import Placement, RankGroup
-from tinyvllm.runner.grid import context_ranks, shared_layout, tensor_ranks
+from tinyvllm.runner.grid import context_ranks, rank_environments, shared_layout, tensor_ranks
 from tinyvllm.runner.kv import BlockShape, KVPool, Layers
 from tinyvllm.runner.memory import free_memory, run_bytes
 from tinyvllm.runner.outlined import AllWeights, WeightOutline
@@ -63,6 +63,7 @@ class OpenedModel:
     shapes: tuple[BlockShape, ...] = ()
     blocks: tuple[Any, ...] = ()  # all layers of the model, whichever ranks have them
     copies: int = 0  # bytes of the weights that other ranks hold once more, if they do not find them in the cache folder
+    gpu_uses: tuple[MemoryUse, ...] = ()  # of rank 0, where each rank has a GPU of its own: what each takes
     likely_draw: SamplingFlags = SamplingFlags()  # what most requests will need, so that it is compiled with what precedes it
 
     @property
@@ -78,7 +79,7 @@ class OpenedModel:
     @property
     def memory_uses(self) -> tuple[MemoryUse, ...]:
         """What the memory of each of several devices holds; nothing for one device."""
-        return () if self.division is None or self.stage is None else self.division.uses(len(self.stage.layers))
+        return self.gpu_uses if self.division is None or self.stage is None else self.division.uses(len(self.stage.layers))
 
     @property
     def part(self) -> ModelConfig:
@@ -197,10 +198,13 @@ def _part_of_rank(config: EngineConfig, opened: OpenedModel, start: RankStart | 
     """What a rank has of a model that was opened whole."""
     c, model, split, stage, whole, copies = opened.config, opened.model, None, None, None, 0
     _refuse_undivided(config, c)
+    if config.on_gpus and start is None:
+        rank_environments(config)  # raises where there are too few
     memory, rank, ends = (start.memory, start.rank, start.stage_ends) if start else (SharedMemory(shared_layout(config, c)), 0, [])
     if config.more_devices and start is None:
         return _part_of_devices(config, opened, memory)
-    tensor, context = tensor_ranks(memory, rank), context_ranks(memory, rank)
+    placement = opened.plan.placement
+    tensor, context = tensor_ranks(memory, rank, placement), context_ranks(memory, rank, placement)
     if tensor is not None:
         split = Split(c, tensor)
         for layer in model.blk:
@@ -214,7 +218,25 @@ def _part_of_rank(config: EngineConfig, opened: OpenedModel, start: RankStart | 
         model.blk = [model.blk[layer] for layer in stage.layers]
     block, shapes = _block_shapes(config, split.local if split else c, opened.dtype, context)
     own = replace(opened, block=block, split=split, stage=stage, shapes=shapes)
-    return replace(own, memory=None if start else memory, whole=whole, copies=copies)
+    uses = _gpu_uses(config, own) if config.on_gpus and start is None else ()
+    return replace(own, memory=None if start else memory, whole=whole, copies=copies, gpu_uses=uses)
+
+
+def _gpu_uses(config: EngineConfig, own: OpenedModel) -> tuple[MemoryUse, ...]:
+    """What the GPU of each rank holds, by the sizes of rank 0's part of each stage; GPUs are taken to have as much free as rank 0's."""
+    from tinyvllm.runner.division import MemoryUse
+
+    c, device, model, uses = own.config, config.device, own.model, list[MemoryUse]()
+    free, run = free_memory(device), step_bytes(config, c, model, wanted_context(config, c))
+    slots, layers = state_slots(config, c), model.blk
+    for number in reversed(range(config.pipeline_parallel_size)):
+        part = own if own.stage is None else replace(own, stage=replace(own.stage, number=number))
+        model.blk = [own.blocks[layer] for layer in part.layers]
+        states = len([layer for layer in part.layers if layer in c.delta_layers]) * state_bytes(part.part, slots)
+        use = MemoryUse(device, part.outline().bytes, part.own_block_bytes, run + states, free)
+        uses += [use] * config.tensor_parallel_size
+    model.blk = layers
+    return tuple(uses)
 
 
 def _copied_bytes(config: EngineConfig, opened: OpenedModel) -> int:
@@ -225,6 +247,11 @@ def _copied_bytes(config: EngineConfig, opened: OpenedModel) -> int:
 
 def _refuse_undivided(config: EngineConfig, c: ModelConfig) -> None:
     """ModelError for layers that cannot be on several devices yet, or whose caches contexts cannot divide."""
+    if config.on_gpus and config.tensor_parallel_size > 1 and c.biased_experts:
+        raise ModelError(
+            f"tensor_parallel_size={config.tensor_parallel_size} on {config.device}: experts with biases are not divided yet; "
+            "use pipeline_parallel_size"
+        )
     if not config.more_devices and config.context_parallel_size == 1:
         return
     given = f"device={config.device_names}" if config.more_devices else f"context_parallel_size={config.context_parallel_size}"

@@ -106,7 +106,7 @@ class WeightOutline(WeightLoader):
             together = [recipe for recipe, _ in run]
             O, I = sum(self._num_rows(recipe) for recipe in together), self._columns(together[0], format)
             held, share = self._matrix(self._plan.layout, format, O, I), self._share(together[0], format)
-            weights.append(TileWeight(held, format, O, I) if tiles else PackedWeight(held, format, O, I, share))
+            weights.append(TileWeight(held, format, O, I, share) if tiles else PackedWeight(held, format, O, I, share))
             for recipe in together:
                 self._hold(recipe, format, self._num_rows(recipe) * row_bytes(format, I))
         return weights[0] if len(weights) == 1 else MixedWeight(tuple(weights))

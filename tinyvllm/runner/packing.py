@@ -15,6 +15,7 @@ from tinyvllm.placement import Placement
 from tinyvllm.quant.codecs import NUMPY_DTYPES
 from tinyvllm.quant.formats import FLOATS
 from tinyvllm.quant.layouts import PANEL, RowSource, TileWeight, convert_rows, joined, pack_tiles, unpack_rows
+from tinyvllm.quant.slices import ColumnShare, HeadShare, RowShare
 from tinyvllm.runner.quantize import quantized
 from tinyvllm.weights.convert import check_fits_float16
 from tinyvllm.weights.mapping import drop_pages
@@ -68,7 +69,9 @@ def pack_panels(format: str, I: int, parts: Sequence[Rows], out: np.ndarray) -> 
         first = end
 
 
-def place_tiles(placement: Placement, parts: Sequence[RowSource], I: int, format: str) -> TileWeight:
+def place_tiles(
+    placement: Placement, parts: Sequence[RowSource], I: int, format: str, share: ColumnShare | HeadShare | RowShare | None = None
+) -> TileWeight:
     """The parts [O_i, I], one after the other, as one matrix in tiles of `format` on a GPU; their mapped pages are dropped.
 
     The GPU packs, and converts parts of one other float format, if it has a kernel for that; else the definition packs, on the host.
@@ -84,7 +87,7 @@ def place_tiles(placement: Placement, parts: Sequence[RowSource], I: int, format
         tensor = kernel.backend.pack_tiles(kernel.variant, placement, rows, format, I)
     for block in (block for part in parts for block in part.blocks):
         drop_pages(block)
-    return TileWeight(tensor, format, rows.O, I)
+    return TileWeight(tensor, format, rows.O, I, share)
 
 
 def is_convertible(source: str, format: str) -> bool:

@@ -11,13 +11,14 @@ from typing import Any
 from tinygrad import Tensor
 
 from tinyvllm.backends.cpu.threads import num_threads_wanted
-from tinyvllm.bridge import download, upload
+from tinyvllm.bridge import download, synchronize, upload
 from tinyvllm.config.engine import EngineConfig
 from tinyvllm.distributed.memory import SharedMemory
 from tinyvllm.distributed.ranks import Ranks
 from tinyvllm.errors import ModelError
 from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.runner.adapters import AdapterPool, PreparedAdapter
+from tinyvllm.runner.grid import rank_environments
 from tinyvllm.runner.kv import KVPool
 from tinyvllm.runner.opened import OpenedModel
 from tinyvllm.runner.passed import Message, PassedMessages, copy_blocks
@@ -49,8 +50,10 @@ class RankedSteps:
         self._memory, self._pool, self._staged = memory, pool, opened.stage is not None
         self._number, self._in_flight = 0, list[int]()  # numbers of the next step, and of those that are not finished
         self._places = [*range(memory.layout.places)]  # that are free
+        # a GPU is waited for: it may wait for one of a rank that has ended, and then its results must not be used
+        self._device, self._waits = config.device, config.on_gpus and config.tensor_parallel_size > 1
         self._adapters, self._placing = adapters, deque[tuple[int, PreparedAdapter]]()  # announced, and not placed in rank 0
-        self._ranks = Ranks(memory, start, num_threads_wanted())
+        self._ranks = Ranks(memory, start, num_threads_wanted(), rank_environments(config))
         self._passed = PassedMessages(self._ranks.receive, self._do)
         weakref.finalize(self, self._ranks.close)
 
@@ -84,6 +87,8 @@ class RankedSteps:
                 self._ranks.send_last(do="step", number=step.number, aside=aside)
                 take_inputs(step.inputs, self._memory, 0, self._passed.take(step.number, aside))
             result = forward(**step.values)
+            if self._waits:
+                synchronize(self._device)
         except BaseException:
             self._ranks.abandon()  # they wait for a meeting to which this rank does not come
             raise

@@ -237,8 +237,10 @@ class Runner(LoadedModel):
 
     @property
     def overlaps(self) -> bool:
-        """Whether a launch comes back before the step has run, so that the host can do something else meanwhile."""
-        return self.placement.is_cuda or self.placement.is_metal
+        """Whether a launch comes back before the step has run, so that the host can do something else meanwhile. Steps of several ranks
+        are announced one by one.
+        """
+        return self.ranks is None and (self.placement.is_cuda or self.placement.is_metal)
 
     def decode(self, step: PreparedStep, draw: Callable[[Tensor], Tensor], kind: Hashable, plain: bool) -> Reading:
         """Start a prepared step of decodes, draw its tokens and move on to the next step, all in one graph; the tokens int32 [B].

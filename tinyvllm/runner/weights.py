@@ -322,13 +322,14 @@ class WeightLoader:
 
     def _tiled_run(self, format: str, parts: list[tuple[WeightRecipe, RowSource]]) -> TileWeight:
         recipes = [recipe for recipe, _ in parts]
+        I, share = self._columns(recipes[0], format), self._share(recipes[0], format)
         try:
-            weight = place_tiles(self._plan.placement, [rows for _, rows in parts], recipes[0].shape[1], format)
+            weight = place_tiles(self._plan.placement, [rows for _, rows in parts], I, format, share)
         except FloatingPointError:
             self._check_ranges(recipes)
             raise
         for recipe in recipes:
-            self._count(recipe, recipe.shape[0] * row_bytes(weight.format, weight.I))
+            self._count(recipe, self._num_rows(recipe) * row_bytes(weight.format, weight.I))
             self._note(recipe, weight.format)
         return weight
 
@@ -396,10 +397,23 @@ class WeightLoader:
         """This rank's rows and columns of a matrix, of which the file's other bytes are not read."""
         if self._split is None:
             return rows
-        if self._orders:
-            raise ModelError("tensor_parallel_size: columns in an order of their own are not divided yet; leave it out")
+        self._refuse_orders()
         data, columns = self._row_part(recipe).of(rows.data), self._column_bytes(recipe, rows.format)
         return Rows(rows.format, np.ascontiguousarray(data if columns is None else data[:, columns]))
+
+    def _located_part(self, recipe: WeightRecipe, rows: RowSource) -> RowSource:
+        """As `_part`, of rows that are not read yet."""
+        if self._split is None:
+            return rows
+        self._refuse_orders()
+        columns, own = self._column_bytes(recipe, rows.format), self._row_part(recipe)
+        if own != RowPart(slice(0, rows.O)):
+            rows = rows.taken(own.of(np.arange(rows.O)))
+        return rows if columns is None else rows.cut(columns)
+
+    def _refuse_orders(self) -> None:
+        if self._orders:
+            raise ModelError("tensor_parallel_size: columns in an order of their own are not divided yet; leave it out")
 
     def _part_of_experts(self, checkpoint: Checkpoint, recipe: WeightRecipe) -> Rows:
         """As `_part`, where the file has the rank's rows in as many places as there are experts."""
@@ -459,7 +473,13 @@ class WeightLoader:
         if self._split is None or not isinstance(share, ColumnShare):
             return recipe.shape[1]
         part = self._split.column_bytes(share, format, format)
-        return int((part.stop - part.start) // FORMATS[format].nbytes * FORMATS[format].elements)
+        columns = int((part.stop - part.start) // FORMATS[format].nbytes * FORMATS[format].elements)
+        if columns != share.columns and self._plan.layout is not Layout.PANELS:
+            raise ModelError(
+                f"tensor_parallel_size={share.group.world_size}: the {recipe.shape[1]} columns of {recipe.name} are in blocks of "
+                f"{FORMATS[format].elements} in {format}, which {self._plan.placement} does not divide; use fewer ranks, or another format"
+            )
+        return columns
 
     def _converted(self, recipe: WeightRecipe, rows: Rows) -> Rows:
         """The rows in the format that the plan wants. ModelError for numbers that cannot be quantized."""
@@ -473,8 +493,9 @@ class WeightLoader:
     def _located(self, recipe: WeightRecipe) -> RowSource:
         """The rows of `_load_rows` where they are; those that have to be quantized are so on the host."""
         if self._checkpoint is None:
-            return dummy_source(recipe, self._dummy_format(recipe))
+            return self._located_part(recipe, dummy_source(recipe, self._dummy_format(recipe)))
         rows = locate_rows(self._checkpoint, recipe, self._plan.dtype, packed_in(self._plan.layout), recipe.name in self._ordered)
+        rows = self._located_part(recipe, rows)
         if not self._plan.quantized or rows.format == self._wanted[recipe.name]:
             return rows
         done = self._converted(recipe, Rows(rows.format, rows.gathered()))

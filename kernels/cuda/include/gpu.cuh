@@ -164,6 +164,32 @@ DEVICE u32 arrive(u32 *counter, u32 more = 1) {
   return before;
 }
 
+// --- memory of the host that several GPUs share
+
+// What this thread wrote before, to any memory, is visible to all GPUs and the host before what it writes after.
+DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" : : : "memory"); }
+DEVICE void store_release(u32 *word, u32 value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(word), "r"(value) : "memory");
+}
+DEVICE u32 load_acquire(const u32 *word) {
+  u32 value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+// Reads what another GPU has written: from memory, past the caches of this one.
+DEVICE float load_fresh(const float *p) {
+  float v;
+  asm volatile("ld.volatile.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+  return v;
+}
+DEVICE float4 load_fresh(const float4 *p) {
+  float4 v;
+  asm volatile("ld.volatile.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
+  return v;
+}
+// Between two looks at a word that another GPU will write.
+DEVICE void pause() { asm volatile("nanosleep.u32 100;" : : : "memory"); }
+
 // --- the kernels before and after this one in a step
 
 // Waits until the kernel before this one has ended and what it wrote is visible. Every thread calls it once, before it returns, writes, or

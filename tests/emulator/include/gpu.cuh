@@ -97,6 +97,15 @@ DEVICE u32 arrive(u32 *counter, u32 more = 1) {
   return before;
 }
 
+// --- memory of the host that several GPUs share
+
+DEVICE void fence_system() { __threadfence(); }
+DEVICE void store_release(u32 *word, u32 value) { cuda_store_word(word, value); }
+DEVICE u32 load_acquire(const u32 *word) { return cuda_load_word(word); }
+DEVICE float load_fresh(const float *p) { return *(const volatile float *)p; }
+DEVICE float4 load_fresh(const float4 *p) { return *p; }
+DEVICE void pause() { cuda_pause(); }
+
 // --- the kernels before and after this one in a step
 
 DEVICE void await_previous() { cuda_await_previous(); }

@@ -14,6 +14,7 @@ from tinyvllm.backends.cuda.plan import GPU
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.operands import GateClamp, RoutingPolicy
 from tinyvllm.backends.shapes import AdapterProduct, Attention, Heads, Product
+from tinyvllm.placement import RankGroup
 from tinyvllm.quant.formats import Layout
 
 GPUS = {"sm_80": GPU(108, 163 << 10, 164 << 10), "sm_90": GPU(132, 227 << 10, 228 << 10)}  # A100; H100 and H200
@@ -59,7 +60,19 @@ def samples(gpu: GPU, arch: str) -> dict[str, Kernel]:
         | (_hopper(gpu) if f"{arch}a" == records.HOPPER else {})
         | _attention(gpu)
         | _tokens(gpu)
+        | _ranks()
     )
+
+
+def _ranks() -> dict[str, Kernel]:
+    """Of the second of two ranks, and of the first of eight."""
+    two, eight = RankGroup(1, 2, None, 1 << 22, 0), RankGroup(0, 8, None, 1 << 16, 0)
+    return {
+        "all_reduce of two": records.all_reduce(VARIANT, 1, LARGE.E, two, False, True, 0),
+        "all_reduce of eight": records.all_reduce(VARIANT, 512, SMALL.E, eight, True, True, SMALL.E),
+        "gather_logits of two": records.gather_logits(VARIANT, 1, LARGE.V, LARGE.V // 2, two),
+        "gather_logits of eight": records.gather_logits(VARIANT, 64, QWEN.V, 18992, eight),
+    }
 
 
 def _few(gpu: GPU) -> dict[str, Kernel]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 from tinygrad import Tensor
 
 from tinyvllm.backends import policies
@@ -27,6 +28,7 @@ from tinyvllm.bridge import (
     defer_frees,
     emulate_half_without_f16c,
     opened_device,
+    over_host,
     raise_memory_errors,
     render_bfloat16_as_bits,
     time_generated_kernels,
@@ -197,6 +199,13 @@ class CpuBackend(ExpertKernels, StateKernels):
             **policies.sums_of_adapters(stack),
         )  # fmt: skip
         return launch(kernel, outs, ins)[0]
+
+    def rank_environments(self, ranks: int, share: bool) -> list[dict[str, str]]:
+        return [{}] * ranks
+
+    def rank_group(self, placement: Placement, rank: int, world_size: int, memory: np.ndarray, place: int, logits: int) -> RankGroup:
+        shared = over_host(memory.ctypes.data, placement.device, memory, opened_device(placement.device).synchronize)
+        return RankGroup(rank, world_size, shared, place, logits)
 
     def all_reduce(
         self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None,

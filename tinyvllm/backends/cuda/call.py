@@ -22,6 +22,7 @@ from tinyvllm.backends.cuda.graph import CudaGraph
 from tinyvllm.backends.cuda.launch import compile_ahead, launch, versions
 from tinyvllm.backends.cuda.limits import LIMITS
 from tinyvllm.backends.cuda.packing import pack_rows
+from tinyvllm.backends.cuda.ranks import RankKernels
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.limits import ShapeFacts, first_reason
 from tinyvllm.backends.operands import (
@@ -38,7 +39,7 @@ from tinyvllm.backends.operands import (
 )
 from tinyvllm.backends.policies import bias_pitch
 from tinyvllm.backends.shapes import Attention, Heads, Product
-from tinyvllm.backends.without_ranks import WithoutRanks
+from tinyvllm.backends.without_ranks import WithoutContextRanks
 from tinyvllm.batch import Batch, LayerCache, StateCache
 from tinyvllm.bridge import (
     DeviceHooks,
@@ -61,7 +62,7 @@ OLDEST = {plan.BASE: 80}
 PRODUCTS = ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head")
 
 
-class CudaBackend(ExpertKernels, WithoutRanks):
+class CudaBackend(ExpertKernels, RankKernels, WithoutContextRanks):
     """Kernels for NVIDIA GPUs of compute capability 8.0 and later."""
 
     name = "cuda"

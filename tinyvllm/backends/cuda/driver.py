@@ -11,9 +11,11 @@ from tinygrad import Tensor
 
 from tinyvllm.backends.cuda.copies import Arrival, Copies, Mark
 from tinyvllm.backends.cuda.plan import GPU
-from tinyvllm.bridge import cuda_driver, opened_device, shared_zeros, synchronize
+from tinyvllm.bridge import cuda_driver, opened_device, over_host, shared_zeros, synchronize
 from tinyvllm.errors import KernelError
 from tinyvllm.placement import Placement
+
+_PORTABLE, _DEVICE_MAP = 1, 2  # of cuMemHostRegister
 
 
 @functools.cache
@@ -72,6 +74,12 @@ def driver_version() -> int:
     return 0 if cuda_driver().cuDriverGetVersion(ctypes.byref(version)) else version.value
 
 
+def gpu_count() -> int:
+    """The GPUs that this process sees."""
+    count = ctypes.c_int()
+    return 0 if cuda_driver().cuDeviceGetCount(ctypes.byref(count)) else count.value
+
+
 def gpu_free_memory(device: str) -> int:
     """Bytes that the driver has free on a CUDA device."""
     cuda = cuda_driver()
@@ -80,3 +88,22 @@ def gpu_free_memory(device: str) -> int:
     if status := cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)):
         raise KernelError(f"CUDA: the driver does not report the free memory of {device} (status {status}); give --kv-memory")
     return free.value
+
+
+def register_host_memory(device: str, memory: np.ndarray) -> Tensor:
+    """uint8 [N]: the whole pages `memory` of the host, which the GPU then reads and writes where they are. KernelError if it cannot."""
+    cuda, address, nbytes, found = cuda_driver(), memory.ctypes.data, memory.nbytes, ctypes.c_uint64()
+    synchronize(device)  # makes the device this thread's current one
+    status = cuda.cuMemHostRegister_v2(ctypes.c_void_p(address), nbytes, _PORTABLE | _DEVICE_MAP)
+    status = status or cuda.cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(address), 0)
+    if status:
+        raise KernelError(
+            f"CUDA: {nbytes >> 20} MiB of the host's memory, where ranks meet, cannot be mapped by {device} (status {status}); raise the "
+            "limit of locked memory (ulimit -l), or lower --max-num-batched-tokens"
+        )
+    return over_host(found.value, device, memory, functools.partial(_unregister, device, address))
+
+
+def _unregister(device: str, address: int) -> None:
+    synchronize(device)
+    cuda_driver().cuMemHostUnregister(ctypes.c_void_p(address))

@@ -56,6 +56,8 @@ class ExpertKernels:
         groups = routing.groups or _listed(variant, routing.chosen, rows, experts)
         prepared = _prepared(variant, h, weight, lists, groups)
         outputs = launch(kernel, [empty(h, lists.count, product.O)], [prepared, weight.tensor, *present(bias), *groups])[0]
+        if weight.share is not None:
+            return outputs
         kernel = expert_plan.experts_sum(variant, lists, product.O, residual is not None)
         return launch(kernel, [empty(h, lists.T, product.O)], [outputs, routing.shares, *present(residual), rows])[0]
 

@@ -15,6 +15,7 @@ from tinyvllm.backends.shapes import Attention, Heads, Product, cached_bytes
 from tinyvllm.batch import NO_SLOT, PACKED_KV
 from tinyvllm.integers import ceil_div, round_up
 from tinyvllm.lazy_dataclass import dataclass
+from tinyvllm.placement import RankGroup
 from tinyvllm.quant.formats import FORMATS, Activations, Layout, activations_of
 from tinyvllm.quant.layouts import PANEL, panel_bytes, row_bytes, source_unit, tile_unit
 
@@ -30,6 +31,27 @@ class GPU:
     multiprocessors: int
     shared: int
     shared_of_one: int
+
+
+# --- ranks: kernels/cuda/include/meeting.cuh
+
+MEETING_BLOCKS = 64  # resident at once on any GPU; the grid is the same in all ranks, whatever their GPUs
+
+
+def all_reduce(variant: str, T: int, O: int, group: RankGroup, bias: bool, residual: bool, bias_pitch: int) -> Kernel:
+    return Kernel.cuda(
+        "all_reduce", variant, 3, 2 + bias + residual, (min(MEETING_BLOCKS, ceil_div(T * O, 1024)), 1, 1), 256, 0,
+        0, 4 * T * O * (group.world_size + 3),
+        O=O, WORLD=group.world_size, RANK=group.rank, PLACE=group.place, BIAS=int(bias), RESIDUAL=int(residual), **row_bias(bias_pitch),
+    )  # fmt: skip
+
+
+def gather_logits(variant: str, N: int, V: int, columns: int, group: RankGroup) -> Kernel:
+    blocks = min(MEETING_BLOCKS, ceil_div(N * V, 1024 * group.world_size))
+    return Kernel.cuda(
+        "gather_logits", variant, 3, 2, (blocks, 1, 1), 256, 0, 0, 8 * N * V,
+        V=V, COLUMNS=columns, WORLD=group.world_size, RANK=group.rank, PLACE=group.place,
+    )  # fmt: skip
 
 
 # --- products of up to FEW rows: kernels/cuda/include/stream.cuh

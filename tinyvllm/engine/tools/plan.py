@@ -96,7 +96,7 @@ def on_device(config: EngineConfig, memory: int | None, limit: str = "--memory")
     from tinyvllm.runner.memory import free_together
 
     if memory is None:
-        return config, *free_together(config.devices)
+        return config, *free_together(config.memories)
     if config.more_devices:
         raise ArgumentError(f"{limit} is the memory of one device, and device={config.device_names} has two: leave one of them out")
     return config, memory, limit

@@ -1,0 +1,74 @@
+// out = the sum of all ranks' parts + bias + residual: the end of a product whose columns are divided among WORLD ranks
+//
+//   out       [T, O] float32   does not alias part
+//   shared    meeting.cuh: the memory of all ranks; this one writes its part into its place
+//   turns     [2] uint32       meeting.cuh
+//   part      [T, O] float32   this rank's columns of the product
+//   bias      [O] float32, if BIAS; with BIAS_PITCH = O [T, O], a row's own (lora_bias.cu)
+//   residual  [T, O] float32, if RESIDUAL
+//   rows      [1] int32        how many rows there are, 0 to T; further rows of out are unchanged. The same in all ranks
+//
+// O % 4 == 0. Parts are added in a tree over the ranks, (0 + 1) + (2 + 3) and so on, then bias, then residual: the bits depend on WORLD,
+// not on the other rows. The text does not depend on T.
+//
+// Launch: grid (BLOCKS, 1, 1), 256 threads, no dynamic shared memory. BLOCKS = ceil(T O / 1024), at most 64; the same in all ranks. Unit of
+// work: a thread has four numbers at a time.
+#include "meeting.cuh"
+#include "params.h"
+
+static_assert(O % 4 == 0, "all_reduce: O must be a multiple of 4");
+
+#if BIAS
+#define BIAS_ARGUMENT const float *bias,
+#else
+#define BIAS_ARGUMENT
+#endif
+#if RESIDUAL
+#define RESIDUAL_ARGUMENT const float *residual,
+#else
+#define RESIDUAL_ARGUMENT
+#endif
+
+DEVICE float4 sum_of_ranks(const float4 *places, int at, float4 own);
+DEVICE float4 sum(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    all_reduce(float *out, u8 *shared, u32 *turns, const float *part, BIAS_ARGUMENT RESIDUAL_ARGUMENT const int *rows) {
+  await_previous();
+#if !BIAS
+  const float *bias = nullptr;
+#endif
+#if !RESIDUAL
+  const float *residual = nullptr;
+#endif
+  const u32 turn = turns[0];
+  const int count = rows[0] * (O / 4), first = blockIdx.x * THREADS + threadIdx.x, step = gridDim.x * THREADS;
+  const int rounds = (count + ROOM - 1) / ROOM;
+  const float4 *own = (const float4 *)part;
+  for (int round = 0; round < rounds; round++) {
+    const int start = round * ROOM, size = min(ROOM, count - start);
+    float4 *places = places_of(shared, turn + round);
+    for (int i = first; i < size; i += step) places[(u64)RANK * ROOM + i] = own[start + i];
+    meet(shared, turn + round);
+    for (int i = first; i < size; i += step) {
+      const int at = start + i, column = at % (O / 4);
+      float4 y = sum_of_ranks(places, i, own[at]);
+      if (BIAS) y = sum(y, ((const float4 *)bias)[BIAS_PITCH ? at : column]);
+      if (RESIDUAL) y = sum(y, ((const float4 *)residual)[at]);
+      ((float4 *)out)[at] = y;
+    }
+  }
+  end_rounds(turns, turn, rounds);
+}
+
+// Four numbers of all ranks; this one's are `own`.
+DEVICE float4 sum_of_ranks(const float4 *places, int at, float4 own) {
+  float4 sums[WORLD];
+#pragma unroll
+  for (int r = 0; r < WORLD; r++) sums[r] = r == RANK ? own : load_fresh(places + (u64)r * ROOM + at);
+#pragma unroll
+  for (int apart = 1; apart < WORLD; apart *= 2)
+#pragma unroll
+    for (int r = 0; r < WORLD; r += 2 * apart) sums[r] = sum(sums[r], sums[r + apart]);
+  return sums[0];
+}

@@ -1,0 +1,155 @@
+"""Ranks on emulated GPUs, one a process: their tokens, how they end, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tinygrad.helpers import USE_TC
+
+from tests.emulator.driver import Driver
+from tests.emulator.rank import on_gpus
+from tests.engine.test_tensor_parallel import EXPERTS, GOLDEN, alive, run_on, start
+from tests.tiny.wide import with_wide_experts
+from tinyvllm import LLM, SamplingParams
+from tinyvllm.backends import registry
+from tinyvllm.config.engine import DEFAULT_MODEL as MODEL
+from tinyvllm.errors import ArgumentError, ModelError, RankError
+
+OPTIONS: dict[str, Any] = dict(max_model_len=64, max_num_seqs=4, seed=0, num_blocks=16)
+TEXTS = ["Once upon a time", "Hello! How are you?", "7 + 5 ="]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Driver]:
+    with on_gpus(4, seed=3, races=False) as driver:
+        registry.forget_choices()
+        yield driver
+
+
+def tokens(llm: LLM, prompts: Any = TEXTS, params: Any = GREEDY) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+@pytest.fixture(scope="module")
+def expected(driver: Driver) -> list[list[int]]:
+    with LLM(MODEL, device="CUDA", **OPTIONS) as one:
+        return tokens(one)
+
+
+@pytest.mark.parametrize("name", ["tensor", "pipeline"])
+def test_greedy_tokens_are_those_of_one_gpu(name: str, expected: list[list[int]], driver: Driver) -> None:
+    before, divides = len(driver.launched), name == "tensor"
+    with LLM(MODEL, device="CUDA", **OPTIONS, **{f"{name}_parallel_size": 2}) as llm:
+        assert tokens(llm) == expected
+        runner, whole = llm.engine.runner, 6
+        assert len(runner.model.blk) == (whole if divides else whole // 2)
+        assert 2 * runner.pool.block_bytes == runner.block_bytes
+    ran = driver.launched[before:]
+    assert (ran.count("all_reduce") > 0 and ran.count("all_reduce") % (2 * whole) == 0) == divides
+    assert ("gather_logits" in ran) == divides and "norm_head" in ran
+
+
+@pytest.mark.long
+def test_tensor_and_pipeline_parallel_together(expected: list[list[int]], driver: Driver) -> None:
+    with LLM(MODEL, device="CUDA", tensor_parallel_size=2, pipeline_parallel_size=2, **OPTIONS) as llm:
+        assert tokens(llm) == expected
+
+
+@pytest.mark.long
+def test_tokens_do_not_depend_on_the_batch(driver: Driver) -> None:
+    params = [SamplingParams(temperature=0.9, seed=i, max_tokens=4, ignore_eos=True) for i in range(3)]
+    with LLM(MODEL, device="CUDA", tensor_parallel_size=2, **OPTIONS) as llm:
+        assert tokens(llm, TEXTS, params) == [tokens(llm, [text], [param])[0] for text, param in zip(TEXTS, params, strict=True)]
+
+
+def test_a_gpu_whose_rank_is_killed_is_not_waited_for(driver: Driver) -> None:
+    """Its kernels stop waiting, and the engine ends with an error that names the rank."""
+    with LLM(MODEL, device="CUDA", tensor_parallel_size=2, **{**OPTIONS, "max_model_len": 128}) as llm:
+        (pid,) = start(llm)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RankError, match=r"rank 1 \(process \d+\) ended with code -9"):
+            run_on(llm)
+    assert not alive(pid)
+
+
+def test_the_fullest_gpu_decides_the_blocks(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of what its weights leave; the plan says the same."""
+    from tinyvllm.config.engine import resolve
+    from tinyvllm.engine.frontend import plan_engine
+
+    options: dict[str, Any] = {**OPTIONS, "num_blocks": None, "max_num_seqs": 64, "max_model_len": 512}
+    monkeypatch.setattr(driver, "_capacity", driver._capacity - driver.free() + (12 << 20))
+    for name in ("tensor", "pipeline"):
+        config = resolve(MODEL, device="CUDA", **options, **{f"{name}_parallel_size": 2})
+        sizes = plan_engine(config, speed=False).sizes
+        assert sizes.start is not None and [rank.device for rank in sizes.ranks] == ["CUDA", "CUDA"]
+        most = max(rank.weights for rank in sizes.ranks)
+        taken = sizes.start.num_blocks * max(rank.kv_token for rank in sizes.ranks) * 16
+        assert 0.9 * ((12 << 20) - most) < 2 * taken <= (12 << 20) - most
+        assert 0.99 * (24 << 20) < sizes.memory.available <= 24 << 20 and sizes.memory.limit == "free memory of CUDA, 2 times"
+
+
+def test_what_gpus_cannot_do_is_refused_by_name(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentError, match="context_parallel_size=2 runs on the CPU only, got device=CUDA"):
+        LLM(MODEL, device="CUDA", context_parallel_size=2, max_model_len=512)
+    with pytest.raises(ArgumentError, match=r"tensor_parallel_size=2 runs on the CPU and on CUDA, and ranks have the first GPUs: .*=1,"):
+        LLM(MODEL, device="CUDA:1", tensor_parallel_size=2, **OPTIONS)
+    with pytest.raises(ArgumentError, match="enable_lora does not work with tensor_parallel_size=2 on CUDA"):
+        LLM(MODEL, device="CUDA", tensor_parallel_size=2, enable_lora=True, **OPTIONS)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setattr(driver, "_gpus", 1)
+    with pytest.raises(ArgumentError, match=r"2 ranks need as many GPUs, and there are 1 \(CUDA_VISIBLE_DEVICES=3\)"):
+        LLM(MODEL, device="CUDA", tensor_parallel_size=2, **OPTIONS)
+
+
+def test_each_rank_sees_a_gpu_of_its_own(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tinyvllm.backends.cuda.call import CudaBackend
+
+    name, environments = "CUDA_VISIBLE_DEVICES", CudaBackend().rank_environments
+    monkeypatch.delenv(name, raising=False)
+    assert environments(4, False) == [{name: str(rank)} for rank in range(4)]
+    monkeypatch.setenv(name, "GPU-a,GPU-b,5,1")
+    assert environments(3, False) == [{name: "GPU-a"}, {name: "GPU-b"}, {name: "5"}]
+    monkeypatch.setattr(driver, "_gpus", 1)
+    monkeypatch.setenv(name, "GPU-a")
+    assert environments(2, True) == [{name: "GPU-a"}] * 2
+
+
+FAMILIES = ("qwen3moe", "olmoe", "qwen2moe", "gemma2", "qwen3", "olmo2", "deepseek2", "qwen3next", "gemma4", "smollm3")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_has_its_recorded_tokens(name: str, driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With experts, latents, states, norms of outputs and of q and k over all heads. Attention of the reference has no kernels here."""
+    monkeypatch.setattr(USE_TC, "value", 0)
+    monkeypatch.setenv("TC", "0")  # of the rank
+    with np.load(GOLDEN / name / "golden.npz") as data:
+        prompt, recorded = data["prompt_0"].tolist(), data["tokens_0"][:4].tolist()
+    model = with_wide_experts(name, tmp_path / name) if name in EXPERTS else GOLDEN / name
+    options: dict[str, Any] = dict(device="CUDA", dtype="float16", skip_tokenizer_init=True, max_model_len=64, max_num_seqs=2)
+    found = []
+    for size in (1, 2):
+        with LLM(model, tensor_parallel_size=size, **options) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+            found.append(llm.generate([{"prompt_token_ids": prompt}], params)[0].outputs[0].token_ids)
+    assert found[1] == found[0] and (name in EXPERTS or found[0] == recorded)
+
+
+def test_experts_with_biases_are_refused(driver: Driver) -> None:
+    with pytest.raises(ModelError, match="tensor_parallel_size=2 on CUDA: experts with biases are not divided yet"):
+        LLM(GOLDEN / "gpt-oss", device="CUDA", tensor_parallel_size=2, skip_tokenizer_init=True, max_model_len=64, num_blocks=16)
+
+
+def test_columns_in_blocks_that_ranks_would_cut_are_refused(driver: Driver) -> None:
+    with pytest.raises(
+        ModelError, match=r"tensor_parallel_size=2: the \d+ columns of blk.0.\w+.weight are in blocks of 256 in Q4_K, which CUDA"
+    ):
+        LLM(MODEL, device="CUDA", tensor_parallel_size=2, quantization="q4_k", **OPTIONS)

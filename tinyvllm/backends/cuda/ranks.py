@@ -1,0 +1,81 @@
+"""Calls of the CUDA kernels of ranks that divide matrices: where their GPUs meet, and what is added or gathered there.
+
+GPUs meet in memory of the host that each of them maps: that needs no access of one GPU to the memory of another, which many lack.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import numpy as np
+from tinygrad import Tensor
+
+from tinyvllm.backends.buffers import empty, present
+from tinyvllm.backends.by_expert import sizes_of
+from tinyvllm.backends.cuda import expert_plan, plan
+from tinyvllm.backends.cuda.driver import gpu_count, register_host_memory
+from tinyvllm.backends.cuda.launch import launch
+from tinyvllm.backends.operands import NormWeights, Routing
+from tinyvllm.backends.policies import bias_pitch
+from tinyvllm.bridge import copied
+from tinyvllm.errors import ArgumentError
+from tinyvllm.placement import Placement, RankGroup
+from tinyvllm.quant.slices import RowShare
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class Meeting:
+    """Where a rank meets the others; made for its GPU when the first kernel needs it, as a plan of an engine needs none.
+
+    shared  uint8 [N], the memory of all ranks
+    turns   uint32 [2], kernels/cuda/include/meeting.cuh
+    """
+
+    def __init__(self, device: str, memory: np.ndarray):
+        self._device, self._memory = device, memory
+
+    @functools.cached_property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """shared, turns. KernelError if the GPU cannot have the memory."""
+        return register_host_memory(self._device, self._memory), copied(np.zeros(2, np.uint32), self._device)
+
+
+class RankKernels:
+    """The methods of `CudaBackend` for ranks."""
+
+    def rank_environments(self, ranks: int, share: bool) -> list[dict[str, str]]:
+        count, named = gpu_count(), os.environ.get(_VISIBLE, "")
+        if count < ranks and not share:
+            visible = f" ({_VISIBLE}={named})" if named else ""
+            raise ArgumentError(f"{ranks} ranks need as many GPUs, and there are {count}{visible}; use fewer ranks, or make more visible")
+        names = named.split(",") if named else [str(number) for number in range(count)]
+        return [{_VISIBLE: names[rank % count]} for rank in range(ranks)]
+
+    def rank_group(self, placement: Placement, rank: int, world_size: int, memory: np.ndarray, place: int, logits: int) -> RankGroup:
+        return RankGroup(rank, world_size, Meeting(placement.device, memory), place, logits)
+
+    def all_reduce(
+        self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None,
+        output_norm: NormWeights | None = None, output_scale: float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        assert output_norm is None and output_scale == 1.0, "limits.py"
+        T, O = (int(d) for d in part.shape)
+        kernel = plan.all_reduce(variant, T, O, group, bias is not None, residual is not None, bias_pitch(bias))
+        return launch(kernel, [empty(part, T, O), *group.memory.tensors], [part, *present(bias, residual), rows])[0]
+
+    def gather_logits(self, variant: str, part: Tensor, share: RowShare, count: Tensor) -> Tensor:
+        (N, columns), group, V = (int(d) for d in part.shape), share.group, share.all_rows
+        kernel = plan.gather_logits(variant, N, V, columns, group)
+        return launch(kernel, [empty(part, N, V), *group.memory.tensors], [part, count])[0]
+
+    def experts_all_reduce(
+        self, variant: str, part: Tensor, group: RankGroup, routing: Routing, rows: Tensor, residual: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        """A row's experts are added by each rank, then the ranks' sums."""
+        assert bias is None, "runner/split.py"
+        lists, E = expert_plan.Lists(*sizes_of(routing.chosen, 1)), int(part.shape[1])
+        kernel = expert_plan.experts_sum(variant, lists, E, False)
+        own = launch(kernel, [empty(part, lists.T, E)], [part, routing.shares, rows])[0]
+        return self.all_reduce(variant, own, group, rows, None, residual)
