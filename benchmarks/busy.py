@@ -80,12 +80,12 @@ def main() -> None:
     try:
         for batch in options.batches:
             idle, busy, count = measure(stepping, neighbours, batch, max(ENOUGH, options.rounds))
-            alone, beside = spread(idle).divided(count), spread(busy).divided(count)
-            slower = beside.median / alone.median
-            rows.append([f"decode {batch}", 1e3 * alone.median, 1e3 * beside.median, 1e3 * beside.low, 1e3 * beside.high, slower])
+            alone, shared = spread(idle).divided(count), spread(busy).divided(count)
+            slower = shared.median / alone.median
+            rows.append([f"decode {batch}", 1e3 * alone.median, 1e3 * shared.median, 1e3 * shared.low, 1e3 * shared.high, slower])
             figures.append({"batch": batch, "steps": count, "ms_idle": round(1e3 * alone.median, 3),
-                            "ms_busy": round(1e3 * beside.median, 3), "slower": round(slower, 2)})  # fmt: skip
-            spreads += [alone, beside]
+                            "ms_busy": round(1e3 * shared.median, 3), "slower": round(slower, 2)})  # fmt: skip
+            spreads += [alone, shared]
     finally:
         neighbours.close()
     print(table(["", "ms idle", "ms busy", "low", "high", "slower"], rows))

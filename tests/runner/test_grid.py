@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from tests.runner.test_pipeline import opened_rank
 from tinyvllm.config.engine import DEFAULT_MODEL, EngineConfig
+from tinyvllm.placement import Placement
 from tinyvllm.runner.grid import context_ranks, tensor_ranks
 from tinyvllm.runner.opened import OpenedModel, open_model
 
+CPU = Placement("CPU")
 ALONE = EngineConfig(str(DEFAULT_MODEL), device="CPU", num_blocks=8, speculative_config=None)
 SIZES = {"tensor_parallel_size": 2, "context_parallel_size": 2, "pipeline_parallel_size": 2}
 
@@ -34,6 +36,6 @@ def test_a_rank_meets_those_of_its_row_and_those_of_its_column() -> None:
     config = EngineConfig(str(DEFAULT_MODEL), device="CPU", num_blocks=8, speculative_config=None, block_size=512, **SIZES)
     memory = open_model(config, "CPU").memory
     assert memory is not None
-    groups = [(tensor_ranks(memory, rank), context_ranks(memory, rank)) for rank in range(4)]
+    groups = [(tensor_ranks(memory, rank, CPU), context_ranks(memory, rank, CPU)) for rank in range(4)]
     assert [(one.rank, other.rank) for one, other in groups if one and other] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert all(one.world_size == other.world_size == 2 for one, other in groups if one and other)

@@ -66,7 +66,11 @@ class RankOptions:
                 )
             return
         if len(self.devices) > 2 or kind_of(self.device) not in LAYER_DEVICES or self.more_devices[0] != "CPU":
-            raise ArgumentError(f"device={names}: expected a GPU, then the CPU, which has the layers that do not fit the GPU: CUDA,CPU")
+            gpus = f"; for {len(self.devices)} GPUs give CUDA and --tensor-parallel-size {len(self.devices)}"
+            several = {kind_of(device) for device in self.devices} <= {*SHARED_BY_GPUS}
+            raise ArgumentError(
+                f"device={names}: expected a GPU, then the CPU, which has the layers that do not fit the GPU: CUDA,CPU{gpus * several}"
+            )
         for name in ("tensor_parallel_size", "context_parallel_size"):
             if getattr(self, name) != 1:
                 raise ArgumentError(f"{name}={getattr(self, name)} does not work with device={names} yet: leave one of them out")

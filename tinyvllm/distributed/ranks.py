@@ -34,7 +34,7 @@ class Ranks:
     """
 
     def __init__(self, memory: SharedMemory, start: dict[str, Any], threads: int, environments: Sequence[dict[str, str]] = ()):
-        """`environments` has what the environment of each rank has besides this process's."""
+        """`environments` has what each rank has in its environment in addition to this process."""
         self._memory, self._closing, self._since = memory, False, 0.0
         self.failure: str | None = None
         self._noticed = threading.Event()  # that there is a failure

@@ -39,7 +39,7 @@ def _group(placement: Placement, memory: np.ndarray, rank: int, count: int, plac
 
 
 def rank_environments(config: EngineConfig) -> list[dict[str, str]]:
-    """What the environment of each rank's process has besides this one's. ArgumentError where there is not a device for each."""
+    """What each rank's process has in its environment in addition to this one. ArgumentError where there is not a device for each."""
     backend = backend_for(Placement(config.device))
     if not config.on_gpus or backend is None:
         return [{}] * config.num_ranks

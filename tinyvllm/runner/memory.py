@@ -46,7 +46,7 @@ def memory_limit(device: str) -> str:
 
 def free_together(devices: Sequence[str]) -> tuple[int, str]:
     """Bytes that may be allocated on one or several devices, and what limits them, in words. Metal's memory is the CPU's. A device that is
-    there several times stands for as many like it.
+    there several times is as many like it.
     """
     counted = [device for device in devices if len(devices) == 1 or not Placement(device).is_metal]
     limits = [f"{memory_limit(device)}{f', {count} times' * (count > 1)}" for device, count in Counter(devices).items()]

@@ -42,7 +42,7 @@ static inline void yield(void) {
 #endif
 }
 
-// Ticks of a counter that goes on while the thread does not run. Without one every call is a tick.
+// Ticks of a counter that also counts while the thread does not run. Without one every call is a tick.
 static inline uint64_t clock_now(void) {
 #if defined(__x86_64__)
   return __builtin_ia32_rdtsc();
