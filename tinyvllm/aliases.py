@@ -71,7 +71,7 @@ VLLM: dict[str, Alias] = {
     "cpu_offload_gb": Alias(
         inert=(0, 0.0, None), nearest=("device", "quantization"), why="the CPU computes the layers that it has: give device=CUDA,CPU"
     ),
-    "disable_custom_all_reduce": Alias(inert=(True, False, None), why="an engine runs on one device"),
+    "disable_custom_all_reduce": Alias(inert=(True, False, None), why="ranks add their sums by a kernel of this engine, on any GPUs"),
     "tokenizer_mode": Alias(inert=("auto", None), nearest=("tokenizer",), why="the files of the tokenizer decide its kind"),
     "tokenizer_revision": Alias(inert=(None,), nearest=("revision", "tokenizer")),
     "code_revision": Alias(inert=(None,), nearest=("revision",), why="no code of a checkpoint is executed"),
