@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import time
 from collections.abc import Collection, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -71,21 +72,47 @@ def test_each_phase_is_in_each_step_once_and_in_order(llm: LLM, monkeypatch: pyt
         assert end <= step["ts"] + step["dur"] + 0.002
 
 
-def test_of_short_steps_some_have_phases_and_so_has_each_with_another_batch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_steps_are_in_slices_together_but_for_some(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of seven, and each with another batch, have slices of their own with phases. No step is in two slices, or in none."""
     monkeypatch.setattr(module, "SHORT_STEP", math.inf)
     monkeypatch.setattr(module, "SAMPLE_SHARE", 1e-9)
     monkeypatch.setattr(module, "WITH_PHASES", 2)
     monkeypatch.setattr(module, "WITHOUT", 5)
-    events, _ = traced(llm, ["hello", "x"], params=[replace(PARAMS, max_tokens=30), replace(PARAMS, max_tokens=12)])
-    slices = of(events, "X", 1)
-    starts = [i for i, event in enumerate(slices) if event["name"] == "step"]
+    output = TraceMemory()
+    trace = start_trace(llm.engine, output)
+    llm.generate(["hello", "x"], [replace(PARAMS, max_tokens=30), replace(PARAMS, max_tokens=12)])
+    stop_trace(llm.engine, trace)
+    events = json.loads(output.text())
+    slices = sorted(of(events, "X", 1), key=lambda event: (event["ts"], -event["dur"]))
+    starts = [i for i, event in enumerate(slices) if event["name"] in ("step", "steps")]
     steps = [slices[start:end] for start, end in zip(starts, [*starts[1:], len(slices)], strict=True)]
-    steps.sort(key=lambda step: step[0]["ts"])
-    with_phases = [len(step) == len(PHASES) + 1 for step in steps]
-    changes = [i for i, (a, b) in enumerate(zip(steps, steps[1:], strict=False), start=1) if a[0]["args"]["rows"] != b[0]["args"]["rows"]]
-    assert changes and all(with_phases[i] for i in changes)
-    assert all(len(step) in (1, len(PHASES) + 1) or step[0]["args"]["rows"] > 2 for step in steps)
-    assert with_phases[-14:].count(True) == 4, "two of seven"
+    assert all(len(step) >= len(PHASES) if step[0]["name"] == "step" else len(step) == 1 for step in steps)
+    counts = [step[0]["args"].get("steps", 1) for step in steps]
+    assert sum(counts) == trace.num_steps and max(counts) == 5 and [step[0]["name"] for step in steps[-6:]].count("steps") == 2
+    for (before, *_), (after, *_) in zip(steps, steps[1:], strict=False):
+        assert after["ts"] >= before["ts"] + before["dur"] - 0.01
+        if before["args"]["rows"] != after["args"]["rows"]:
+            assert after["name"] == "step", "other rows"
+
+
+def test_a_slice_of_several_steps_ends_with_the_last_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finished or aborted: the time in which the engine is idle is of no step."""
+    monkeypatch.setattr(module, "SHORT_STEP", math.inf)
+    monkeypatch.setattr(module, "SAMPLE_SHARE", 1e-9)
+    output = TraceMemory()
+    trace = start_trace(llm.engine, output)
+    llm.generate("hello", replace(PARAMS, max_tokens=20))
+    time.sleep(0.3)
+    llm.engine.add("r", [5, 6, 7], replace(PARAMS, max_tokens=100))
+    for _ in range(20):
+        llm.engine.step()
+    llm.engine.abort("r")
+    time.sleep(0.3)
+    llm.generate("hello", PARAMS)
+    stop_trace(llm.engine, trace)
+    slices = of(json.loads(output.text()), "X", 1)
+    assert len(of(slices, "X", name="steps")) >= 2 and all(event["dur"] < 0.25e6 for event in slices)
+    assert sum(event["args"].get("steps", 1) for event in slices if event["name"] in ("step", "steps")) == trace.num_steps
 
 
 @pytest.mark.parametrize(
@@ -261,7 +288,8 @@ def test_a_trace_that_begins_between_two_decodes_knows_their_batch(llm: LLM) -> 
         llm.engine.step()
     stop_trace(llm.engine, trace)
     events = json.loads(output.text())
-    assert [(e["args"]["rows"], e["args"]["sequences"]) for e in of(events, "X", 1, "step")] == [(2, 2)] * 2 and len(of(events, "b")) == 2
+    steps = [e["args"] for e in of(events, "X", 1) if e["name"] in ("step", "steps")]
+    assert [(step["rows"], step["sequences"]) for step in steps] == [(2, 2)] * 2 and len(of(events, "b")) == 2
     while llm.engine.has_work():
         llm.engine.step()
 

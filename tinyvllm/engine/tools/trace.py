@@ -31,7 +31,7 @@ SAMPLE_SHARE = 0.001  # of the time at most is spent on the kernels of sampled s
 COUNTER_SECONDS = 0.1  # between two readings of the memory
 FLUSH_SECONDS = 1.0
 FLUSH_EVENTS = 4096
-SHORT_STEP = 0.001  # seconds: of shorter steps WITH_PHASES in a row have their phases, and then WITHOUT have none
+SHORT_STEP = 0.001  # seconds: of shorter steps WITH_PHASES in a row have their phases, and then WITHOUT are one slice together
 WITH_PHASES, WITHOUT = 4, 60
 FORMAT_STEPS = 256  # whose texts are made together, a tenth of a second's at most
 MAX_ID = 64  # characters of a request's id
@@ -76,7 +76,10 @@ class StepTrace(EngineObserver):
     def close(self) -> None:
         """Write what is left."""
         self._stop_sampling()
-        self._count_steps()
+        if self.marks.steps:
+            self._count_steps()
+        else:
+            self._end_run(time.perf_counter())
         self._format_steps()
         self._flush()
         self._output.close()
@@ -89,6 +92,11 @@ class StepTrace(EngineObserver):
     def step_scheduled(self, schedule: Schedule) -> None:
         """Other rows: this step and the next ones have their phases, as they may take longer than those before."""
         marks = self.marks
+        if not marks.steps:
+            now = time.perf_counter()
+            self._end_run(now)
+            marks.steps = True
+            marks += ("step", now)
         if not marks.phases:
             marks.phases = True
             fewer = max(0, marks.left - WITH_PHASES)
@@ -102,8 +110,12 @@ class StepTrace(EngineObserver):
         self._follow_requests(schedule, owners)
 
     def steps_marked(self) -> None:
-        now = float(self.marks[-1]) if self.marks else time.perf_counter()
-        num_steps = self._count_steps()
+        if self.marks.steps:
+            now = float(self.marks[-1]) if self.marks else time.perf_counter()
+            num_steps = self._count_steps()
+        else:
+            now = time.perf_counter()
+            num_steps = self._end_run(now)
         if self._sampling:
             self._take_sample(now)
         ends = self.num_steps == self._max_steps
@@ -134,10 +146,28 @@ class StepTrace(EngineObserver):
         if self._max_steps is not None:
             count = max(1, min(count, self._max_steps - self.num_steps))
         self.marks.phases = not (are_short and self.marks.phases) or self._sampling
+        self.marks.steps = self.marks.phases or not are_short
         if are_short:
             count = min(count, WITH_PHASES if self.marks.phases else WITHOUT)
         self._asked_at, self._asked = now, count
         self.marks.left, self.marks.until = count, until
+
+    def _end_run(self, now: float) -> int:
+        """Make a slice of the steps without marks that have ended since the last call or choice; how many they are."""
+        count = self._asked - self.marks.left
+        if count:
+            about = f'{{"steps":{count},"rows":{self._note.rows},"sequences":{self._note.sequences}}}'
+            self._events.append(self._slice(_STEPS, "steps", self._asked_at, now, about))
+        self._asked, self._asked_at = self.marks.left, now
+        self.num_steps += count
+        self._until_sample -= count
+        return count
+
+    def _end_run_with_step(self) -> None:
+        """The step that runs is the last one of its slice: the engine may be idle after it."""
+        fewer = max(0, self.marks.left - 1)
+        self._asked -= fewer
+        self.marks.left -= fewer
 
     def _count_steps(self) -> int:
         """Count the steps that have ended since the last call, and note the batch of each."""
@@ -220,7 +250,14 @@ class StepTrace(EngineObserver):
         self._events.append(self._slice(_REQUESTS, "arrival", now, now + 1e-6))
         self._link(flow, "s", _REQUESTS, now)
 
+    def request_aborted(self, request_id: str) -> None:
+        """Between two steps: the engine may be idle from now on."""
+        if not self.marks.steps:
+            self._end_run(time.perf_counter())
+
     def request_finished(self, request: ActiveRequest, output: RequestOutput) -> None:
+        if not self.marks.steps:
+            self._end_run_with_step()
         flow = self._flow_of(request)
         now, reasons = time.perf_counter(), [part.finish_reason for part in output.outputs]
         tokens = sum(len(sequence.output_token_ids) for sequence in request.sequences)
