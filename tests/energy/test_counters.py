@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tinyvllm.backends.cpu.toolchain import compiler_command
-from tinyvllm.energy import nvml
+from tinyvllm.energy import nvml, opening
 from tinyvllm.energy.counters import Counters
 from tinyvllm.energy.opening import MAC_REASON, open_counters
 from tinyvllm.energy.rapl import open_packages
@@ -157,6 +157,13 @@ def test_a_counter_that_goes_back(library: str, fake: ctypes.CDLL) -> None:
     counters = Counters([*gpus])
     (ctypes.c_ulonglong * 2).in_dll(fake, "millijoules")[1] = 0
     assert counters.read() == {} and "went back" in counters.not_measured["gpu 0"]
+
+
+def test_ranks_on_gpus_have_the_counters_of_all(library: str, fake: ctypes.CDLL, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "open_gpus", lambda number, path: nvml.open_gpus(number, path, driver=library))
+    counters = open_counters("CUDA", tree, nvml=library, gpus=2)
+    assert [counter.name for counter in counters.open[-2:]] == ["gpu 0", "gpu 1"] and "gpu" not in counters.not_measured
+    counters.close()
 
 
 def test_no_driver(tree: Path) -> None:

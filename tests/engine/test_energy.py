@@ -124,7 +124,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
             return 0.0 if self.reads <= 2 else 1.0
 
     machine = Counting()
-    monkeypatch.setattr(meters, "open_counters", lambda device: Counters([machine], {"gpu": "there is none"}))
+    monkeypatch.setattr(meters, "open_counters", lambda device, gpus: Counters([machine], {"gpu": "there is none"}))
     yield machine
     assert not meters._open and not [thread for thread in threading.enumerate() if thread.name == "tinyvllm-energy"]
 
@@ -167,7 +167,7 @@ def test_a_start_that_fails_closes_the_meter(tiny_model: Path, machine: Machine)
 
 
 def test_the_command_line_says_why_nothing_is_measured(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meters, "open_counters", lambda device: Counters([], {"cpu": "reading it is not permitted"}))
+    monkeypatch.setattr(meters, "open_counters", lambda device, gpus: Counters([], {"cpu": "reading it is not permitted"}))
     arguments = ["--model", str(tiny_model), "--prompt", "hello", "--max-tokens", "3", "--num-blocks", "32", "--energy"]
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):

@@ -182,16 +182,18 @@ class Meter:
             self._read(idle=woken)
 
 
-_open: dict[str, Meter] = {}  # by device: the models of a server share a meter, or each would be charged all of the machine
+_open: dict[
+    tuple[str, int], Meter
+] = {}  # by device, and GPUs from it on: the models of a server share a meter, or each would be charged all of the machine
 _opening = threading.Lock()
 
 
-def open_account(device: str) -> Account:
-    """An account of this process's meter for a device, which reads in the background from now on."""
+def open_account(device: str, gpus: int = 1) -> Account:
+    """An account of this process's meter for a device, or for so many GPUs from it on, which reads in the background from now on."""
     with _opening:
-        meter = _open.get(device)
+        meter = _open.get((device, gpus))
         if meter is None:
-            meter = _open[device] = Meter(open_counters(device))
+            meter = _open[device, gpus] = Meter(open_counters(device, gpus=gpus))
             for part, reason in meter.counters.not_measured.items():
                 log.warning("energy: %s is not measured: %s", part, reason)
             meter.start()
@@ -203,5 +205,5 @@ def close_account(account: Account) -> None:
     with _opening:
         if account.meter.remove(account) == 0:
             account.meter.close()
-            for device in [device for device, meter in _open.items() if meter is account.meter]:
-                del _open[device]
+            for key in [key for key, meter in _open.items() if meter is account.meter]:
+                del _open[key]

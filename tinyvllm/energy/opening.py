@@ -15,15 +15,21 @@ MAC_REASON = (
 )
 
 
-def open_counters(device: str, powercap: Path = POWERCAP, nvml: str = LIBRARY, platform: str = sys.platform) -> Counters:
-    """The host's counters, and the GPU's if `device` ("CPU", "CUDA:1", ...) is one. `nvml` is the path of NVIDIA's library."""
+def open_counters(
+    device: str, powercap: Path = POWERCAP, nvml: str = LIBRARY, platform: str = sys.platform, gpus: int = 1
+) -> Counters:  # fmt: skip
+    """The host's counters, and those of `gpus` GPUs from `device` ("CPU", "CUDA:1", ...) on if it is one. `nvml` is the path of NVIDIA's
+    library.
+    """
     kind, _, index = device.partition(":")
     packages, reasons = ([], {"cpu": MAC_REASON}) if platform == "darwin" else open_packages(powercap)
     counters = Counters([*packages], {**reasons})
     if kind in ("CUDA", "NV"):
-        gpus, reasons = open_gpus(int(index or 0), nvml)
-        counters.open += gpus
-        counters.not_measured |= reasons
+        first = int(index or 0)
+        for number in range(first, first + gpus):
+            opened, reasons = open_gpus(number, nvml)
+            counters.open += opened
+            counters.not_measured |= reasons
     elif kind == "METAL":
         counters.not_measured["gpu"] = MAC_REASON
     elif kind != "CPU":

@@ -99,9 +99,8 @@ class Engine:
         from tinyvllm.sampling.sampler import Sampler  # tinygrad comes with it
 
         config, runner = self.config, self.runner
-        costs = Costs(
-            runner.bytes_per_token, runner.kv_token_bytes, lambda: 0.0 if config.more_devices else memory_bandwidth(config.device)
-        )
+        several = config.more_devices or config.on_gpus
+        costs = Costs(runner.bytes_per_token, runner.kv_token_bytes, lambda: 0.0 if several else memory_bandwidth(config.device))
         self.stats = EngineStats(self.metrics, costs, scheduler, lambda: runner.capture_work().count, runner.architecture)
         if self.energy is not None:
             self.stats.bill = self.energy.bill

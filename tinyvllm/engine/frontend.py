@@ -70,7 +70,8 @@ def open_energy(config: EngineConfig) -> EngineEnergy | None:
     from tinyvllm.engine.energy import EngineEnergy
     from tinyvllm.runner.device import choose_device
 
-    return EngineEnergy(open_account(choose_device(config.device)))
+    chosen = replace(config, device=choose_device(config.device))
+    return EngineEnergy(open_account(chosen.device, chosen.num_ranks if chosen.on_gpus else 1))
 
 
 def plan_engine(config: EngineConfig, memory: int | None = None, speed: bool = True) -> Plan:
