@@ -182,14 +182,13 @@ class Meter:
             self._read(idle=woken)
 
 
-_open: dict[
-    tuple[str, int], Meter
-] = {}  # by device, and GPUs from it on: the models of a server share a meter, or each would be charged all of the machine
+# By device, and GPUs from it on: the models of a server share a meter, or each would be charged all of the machine.
+_open: dict[tuple[str, int], Meter] = {}
 _opening = threading.Lock()
 
 
 def open_account(device: str, gpus: int = 1) -> Account:
-    """An account of this process's meter for a device, or for so many GPUs from it on, which reads in the background from now on."""
+    """An account of this process's meter for a device, or for `gpus` GPUs from it on, which reads in the background from now on."""
     with _opening:
         meter = _open.get((device, gpus))
         if meter is None:
