@@ -19,7 +19,10 @@ from tests.tiny.wide import with_wide_experts
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backends import registry
 from tinyvllm.config.engine import DEFAULT_MODEL as MODEL
+from tinyvllm.config.engine import resolve
+from tinyvllm.engine.frontend import plan_engine
 from tinyvllm.errors import ArgumentError, ModelError, RankError
+from tinyvllm.runner import grid
 
 OPTIONS: dict[str, Any] = dict(max_model_len=64, max_num_seqs=4, seed=0, num_blocks=16)
 TEXTS = ["Once upon a time", "Hello! How are you?", "7 + 5 ="]
@@ -81,9 +84,6 @@ def test_a_gpu_whose_rank_is_killed_is_not_waited_for(driver: Driver) -> None:
 
 def test_the_fullest_gpu_decides_the_blocks(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of what its weights leave; the plan says the same."""
-    from tinyvllm.config.engine import resolve
-    from tinyvllm.engine.frontend import plan_engine
-
     options: dict[str, Any] = {**OPTIONS, "num_blocks": None, "max_num_seqs": 64, "max_model_len": 512}
     monkeypatch.setattr(driver, "_capacity", driver._capacity - driver.free() + (12 << 20))
     for name in ("tensor", "pipeline"):
@@ -94,6 +94,22 @@ def test_the_fullest_gpu_decides_the_blocks(driver: Driver, monkeypatch: pytest.
         taken = sizes.start.num_blocks * max(rank.kv_token for rank in sizes.ranks) * 16
         assert 0.9 * ((12 << 20) - most) < 2 * taken <= (12 << 20) - most
         assert 0.99 * (24 << 20) < sizes.memory.available <= 24 << 20 and sizes.memory.limit == "free memory of CUDA, 2 times"
+
+
+def test_a_plan_of_one_memory_is_refused(driver: Driver) -> None:
+    with pytest.raises(ArgumentError, match="--memory is the memory of one device, and 2 ranks have a CUDA each"):
+        plan_engine(resolve(MODEL, device="CUDA", tensor_parallel_size=2, **OPTIONS), 1 << 30)
+
+
+def test_logits_of_a_prompt_in_rounds(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More logits than fit a place at a time, and sums of more rows."""
+    ids = np.random.default_rng(1).integers(3, 3000, 40).tolist()
+    with LLM(MODEL, device="CUDA", **OPTIONS) as one:
+        expected = one.prompt_logits(ids)
+    monkeypatch.setattr(grid, "CUDA_PLACE", 4096)
+    with LLM(MODEL, device="CUDA", tensor_parallel_size=2, **OPTIONS) as llm:
+        assert llm.engine.runner.model.weights.head.share.group.place == 4096
+        np.testing.assert_allclose(llm.prompt_logits(ids), expected, atol=0.05)
 
 
 def test_what_gpus_cannot_do_is_refused_by_name(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

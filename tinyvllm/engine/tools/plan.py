@@ -99,6 +99,8 @@ def on_device(config: EngineConfig, memory: int | None, limit: str = "--memory")
         return config, *free_together(config.memories)
     if config.more_devices:
         raise ArgumentError(f"{limit} is the memory of one device, and device={config.device_names} has two: leave one of them out")
+    if config.on_gpus:
+        raise ArgumentError(f"{limit} is the memory of one device, and {config.num_ranks} ranks have a {config.device} each: leave it out")
     return config, memory, limit
 
 
