@@ -95,6 +95,25 @@ def test_short_steps_are_in_slices_together_but_for_some(llm: LLM, monkeypatch: 
             assert after["name"] == "step", "other rows"
 
 
+@pytest.mark.parametrize("steps", range(1, 12))
+def test_a_trace_of_short_steps_ends_after_its_number(llm: LLM, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """Also where nothing is noted of its last step, and all before it is written."""
+    monkeypatch.setattr(module, "SHORT_STEP", math.inf)
+    monkeypatch.setattr(module, "COUNTER_SECONDS", 0.0)
+    monkeypatch.setattr(module, "WITH_PHASES", 2)
+    monkeypatch.setattr(module, "WITHOUT", 5)
+    output, ended = TraceMemory(), list[int]()
+
+    def end() -> None:
+        ended.append(trace.num_steps)
+        stop_trace(llm.engine, trace)
+
+    trace = start_trace(llm.engine, output, steps, end)
+    llm.generate("hello", replace(PARAMS, max_tokens=20))
+    slices = [event for event in of(json.loads(output.text()), "X", 1) if event["name"] in ("step", "steps")]
+    assert ended == [steps] == [sum(event["args"].get("steps", 1) for event in slices)]
+
+
 def test_a_slice_of_several_steps_ends_with_the_last_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Finished or aborted: the time in which the engine is idle is of no step."""
     monkeypatch.setattr(module, "SHORT_STEP", math.inf)

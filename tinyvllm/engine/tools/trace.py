@@ -110,6 +110,7 @@ class StepTrace(EngineObserver):
         self._follow_requests(schedule, owners)
 
     def steps_marked(self) -> None:
+        since = self._asked_at
         if self.marks.steps:
             now = float(self.marks[-1]) if self.marks else time.perf_counter()
             num_steps = self._count_steps()
@@ -119,20 +120,20 @@ class StepTrace(EngineObserver):
         if self._sampling:
             self._take_sample(now)
         ends = self.num_steps == self._max_steps
-        if self.marks and (ends or len(self._notes) >= FORMAT_STEPS or now > self._count_at or len(self.marks) > MAX_MARKS):
+        are_many = len(self._notes) >= FORMAT_STEPS or len(self.marks) > MAX_MARKS
+        if ends or (self.marks and (are_many or now > self._count_at)):
             self._format_steps()
             self._write_due(now)
             if ends or self._output.full:
                 on_end, self._on_end = self._on_end, lambda: None
                 on_end()
                 return
-        self._ask(now, num_steps)
+        self._ask(now, now - since < SHORT_STEP * num_steps)
 
-    def _ask(self, now: float, num_steps: int) -> None:
-        """Choose after how many steps, or when, the next call comes: after the next one, if its kernels are timed. `num_steps` have ended
+    def _ask(self, now: float, are_short: bool) -> None:
+        """Choose after how many steps, or when, the next call comes: after the next one, if its kernels are timed. `are_short`: the steps
         since the last choice.
         """
-        are_short = now - self._asked_at < SHORT_STEP * num_steps
         self._sampling = self._until_sample <= 0 and now >= self._sample_after
         count, until = FORMAT_STEPS - len(self._notes), self._count_at
         if self._sampling:
