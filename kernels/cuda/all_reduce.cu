@@ -18,16 +18,7 @@
 
 static_assert(O % 4 == 0, "all_reduce: O must be a multiple of 4");
 
-#if BIAS
-#define BIAS_ARGUMENT const float *bias,
-#else
-#define BIAS_ARGUMENT
-#endif
-#if RESIDUAL
-#define RESIDUAL_ARGUMENT const float *residual,
-#else
-#define RESIDUAL_ARGUMENT
-#endif
+#include "addends.cuh"
 
 DEVICE float4 sum_of_ranks(const float4 *places, int at, float4 own);
 DEVICE float4 sum(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }

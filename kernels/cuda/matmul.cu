@@ -48,16 +48,7 @@
 #ifndef BIAS_FIRST  // of the outputs' biases in `bias`
 #define BIAS_FIRST 0
 #endif
-#if BIAS
-#define BIAS_ARGUMENT const float *bias,
-#else
-#define BIAS_ARGUMENT
-#endif
-#if RESIDUAL
-#define RESIDUAL_ARGUMENT const float *residual,
-#else
-#define RESIDUAL_ARGUMENT
-#endif
+#include "addends.cuh"
 #if BY_EXPERT
 #define ROWS_ARGUMENTS const int *order, const int *tasks
 #else

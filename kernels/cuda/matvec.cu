@@ -32,16 +32,7 @@ constexpr int WARP_BYTES = COLUMNS_BYTES(ROOM) + (PREFETCH ? TOKENS * ROOM * STE
 constexpr int OUTPUTS = TILES * 16;                                  // of a unit, for a token
 constexpr int RESULTS = (OUTPUTS * TOKENS + THREADS - 1) / THREADS;  // of a unit that a thread finishes
 
-#if BIAS
-#define BIAS_ARGUMENT const float *bias,
-#else
-#define BIAS_ARGUMENT
-#endif
-#if RESIDUAL
-#define RESIDUAL_ARGUMENT const float *residual,
-#else
-#define RESIDUAL_ARGUMENT
-#endif
+#include "addends.cuh"
 
 // What is added to a thread's results: read before the products, which take longer.
 struct Addends {
