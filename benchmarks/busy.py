@@ -73,9 +73,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="decode steps next to processes that keep every processor busy")
     model_arguments(parser)
     parser.add_argument("--batches", type=numbers, default=[1, 16])
+    parser.add_argument("--ranks", type=int, default=1, help="tensor_parallel_size")
     options = parser.parse_args()
     most = max(options.batches)
-    llm = load_model(options, max_model_len=LONGEST, max_num_seqs=most, num_blocks=most * (LONGEST // 16 + 1))
+    llm = load_model(
+        options, max_model_len=LONGEST, max_num_seqs=most, num_blocks=most * (LONGEST // 16 + 1), tensor_parallel_size=options.ranks
+    )
     stepping, neighbours, rows, figures, spreads = Stepping(llm), Neighbours(), list[list[object]](), list[dict[str, object]](), []
     try:
         for batch in options.batches:
@@ -89,7 +92,7 @@ def main() -> None:
     finally:
         neighbours.close()
     print(table(["", "ms idle", "ms busy", "low", "high", "slower"], rows))
-    record("busy", {"model": model_name(options), "threads": num_threads_wanted(), "runs": figures}, spreads)
+    record("busy", {"model": model_name(options), "threads": num_threads_wanted(), "ranks": options.ranks, "runs": figures}, spreads)
 
 
 if __name__ == "__main__":

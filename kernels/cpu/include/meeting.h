@@ -10,24 +10,43 @@ struct meeting {
   _Alignas(64) int given_up;  // not 0: a rank has ended or hangs, and no kernel waits any more; results are undefined
   struct {
     _Alignas(64) unsigned met;
+    int sleeping;  // ranks that wait for `met` in the system
   } ranks[8];
 };
 
 enum { MEETING_BYTES = 4096 };
+
+// How long a rank sleeps before it looks at `given_up` again: the process that writes it wakes no one.
+static const struct futex_timeout LOOK_AGAIN = {0, 20000000};
+
+// Until rank `r` has met as often as `turn` says. As threads at a barrier, ranks that have cores are a few microseconds apart, and one that
+// waits for longer sleeps.
+static inline void await_rank(struct meeting *meeting, int r, unsigned turn) {
+  const uint64_t start = clock_now(), enough = clock_ticks(SPIN_MICROSECONDS);
+  unsigned *word = &meeting->ranks[r].met;
+  for (;;) {
+    unsigned met = 0;
+    for (int i = 0; i < 32; i++) {
+      met = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+      if ((int)(met - turn) >= 0 || __atomic_load_n(&meeting->given_up, __ATOMIC_RELAXED)) return;
+      relax();
+    }
+    if (clock_now() - start < enough) continue;
+    __atomic_add_fetch(&meeting->ranks[r].sleeping, 1, __ATOMIC_SEQ_CST);
+    futex(word, FUTEX_WAIT, met, &LOOK_AGAIN);
+    __atomic_sub_fetch(&meeting->ranks[r].sleeping, 1, __ATOMIC_RELAXED);
+  }
+}
 
 // Called by all threads of this rank's team, after all of them have written what the other ranks read. `turn` is the value of this rank's
 // count before the meeting.
 static inline void meet(struct meeting *meeting, unsigned turn, const struct thread_team *team) {
   barrier(team);
   if (team->thread == 0) {
-    __atomic_store_n(&meeting->ranks[RANK].met, turn + 1, __ATOMIC_RELEASE);
-    for (int r = 0; r < WORLD; r++) {
-      for (int spins = 0; (int)(__atomic_load_n(&meeting->ranks[r].met, __ATOMIC_ACQUIRE) - (turn + 1)) < 0; spins++) {
-        if (__atomic_load_n(&meeting->given_up, __ATOMIC_RELAXED)) break;
-        relax();
-        if (spins > 500) yield();
-      }
-    }
+    __atomic_store_n(&meeting->ranks[RANK].met, turn + 1,
+                     __ATOMIC_SEQ_CST);  // before `sleeping` is read: or neither side would see the other
+    if (__atomic_load_n(&meeting->ranks[RANK].sleeping, __ATOMIC_SEQ_CST)) futex(&meeting->ranks[RANK].met, FUTEX_WAKE, WORLD, 0);
+    for (int r = 0; r < WORLD; r++) await_rank(meeting, r, turn + 1);
   }
   barrier(team);
 }

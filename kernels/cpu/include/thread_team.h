@@ -30,18 +30,6 @@ static inline void relax(void) {
 #endif
 }
 
-// Let another thread have this core. Without it, threads that outnumber the free cores wait for each other a time slice at every barrier.
-static inline void yield(void) {
-#if defined(__linux__) && defined(__x86_64__)
-  long sched_yield = 24;
-  __asm__ volatile("syscall" : "+a"(sched_yield) : : "rcx", "r11", "memory");
-#elif defined(__linux__) && defined(__aarch64__)
-  register long sched_yield __asm__("x8") = 124;
-  register long result __asm__("x0");
-  __asm__ volatile("svc 0" : "=r"(result) : "r"(sched_yield) : "memory");
-#endif
-}
-
 // Ticks of a counter that also counts while the thread does not run. Without one every call is a tick.
 static inline uint64_t clock_now(void) {
 #if defined(__x86_64__)
@@ -67,11 +55,15 @@ static inline uint64_t clock_ticks(long microseconds) {
 #endif
 }
 
-// Linux: sleep while `*word` is `value`; wake all that sleep so. Elsewhere a thread that would sleep spins.
-enum { FUTEX_WAIT_PRIVATE = 128, FUTEX_WAKE_PRIVATE = 129 };
-static inline void futex(int *word, long what, long value) {
+// Linux: sleep while `*word` is `value`, for `most` if it is not null; wake `value` threads that sleep so. The words of other
+// processes are not private. Elsewhere a thread that would sleep spins.
+enum { FUTEX_WAIT = 0, FUTEX_WAKE = 1, FUTEX_WAIT_PRIVATE = 128, FUTEX_WAKE_PRIVATE = 129 };
+struct futex_timeout {
+  long seconds, nanoseconds;
+};
+static inline void futex(void *word, long what, long value, const struct futex_timeout *most) {
 #if defined(__linux__) && defined(__x86_64__)
-  register long timeout __asm__("r10") = 0;
+  register long timeout __asm__("r10") = (long)most;
   long call = 202;
   __asm__ volatile("syscall" : "+a"(call) : "D"(word), "S"(what), "d"(value), "r"(timeout) : "rcx", "r11", "memory");
 #elif defined(__linux__) && defined(__aarch64__)
@@ -79,7 +71,7 @@ static inline void futex(int *word, long what, long value) {
   register long address __asm__("x0") = (long)word;
   register long a1 __asm__("x1") = what;
   register long a2 __asm__("x2") = value;
-  register long timeout __asm__("x3") = 0;
+  register long timeout __asm__("x3") = (long)most;
   __asm__ volatile("svc 0" : "+r"(address) : "r"(call), "r"(a1), "r"(a2), "r"(timeout) : "memory");
 #endif
 }
@@ -97,7 +89,7 @@ static inline void await_turn(struct thread_pool *pool, int turn) {
     }
     if (clock_now() - start < enough) continue;
     __atomic_add_fetch(&pool->sleeping, 1, __ATOMIC_SEQ_CST);
-    futex(&pool->turn, FUTEX_WAIT_PRIVATE, turn);
+    futex(&pool->turn, FUTEX_WAIT_PRIVATE, turn, 0);
     __atomic_sub_fetch(&pool->sleeping, 1, __ATOMIC_RELAXED);
   }
 }
@@ -109,7 +101,7 @@ static inline void barrier(const struct thread_team *team) {
     __atomic_store_n(&pool->arrived, 0, __ATOMIC_RELAXED);
     __atomic_store_n(&pool->ticket, 0, __ATOMIC_RELAXED);
     __atomic_store_n(&pool->turn, turn + 1, __ATOMIC_SEQ_CST);  // before `sleeping` is read: or neither side would see the other
-    if (__atomic_load_n(&pool->sleeping, __ATOMIC_SEQ_CST)) futex(&pool->turn, FUTEX_WAKE_PRIVATE, 64);
+    if (__atomic_load_n(&pool->sleeping, __ATOMIC_SEQ_CST)) futex(&pool->turn, FUTEX_WAKE_PRIVATE, 64, 0);
   } else {
     await_turn(pool, turn);
   }
