@@ -4,12 +4,14 @@
 
 Each tenant has one prefix, and the KV cache of a replica holds one of them and what runs: by turns a replica sees all tenants in turn. All
 replicas share this machine: give each its cores, or read ratios only. The routings take turns within one run, each on new replicas.
+Switches of Ray Serve (RAY_SERVE_... in the environment) are recorded.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import socket
 import time
@@ -126,7 +128,8 @@ def main() -> None:
             figures["Ray's part of a request, ms"] = 1000 * median(rounds)
     figures["first token, round robin / prefix"] = figures["first token, round_robin, s"] / figures["first token, prefix, s"]
     print(table(["what", "figure"], [[name, f"{value:.3f}"] for name, value in figures.items()]))
-    record("scale", {**vars(options), **figures})
+    switches = {name: value for name, value in sorted(os.environ.items()) if name.startswith("RAY_SERVE_")}
+    record("scale", {**vars(options), "switches": switches, **figures})
 
 
 if __name__ == "__main__":
