@@ -138,7 +138,7 @@ def test_each_rank_sees_a_gpu_of_its_own(driver: Driver, monkeypatch: pytest.Mon
     assert environments(2, True) == [{name: "GPU-a"}] * 2
 
 
-FAMILIES = ("qwen3moe", "olmoe", "qwen2moe", "gemma2", "qwen3", "olmo2", "deepseek2", "qwen3next", "gemma4", "smollm3")
+FAMILIES = ("qwen3moe", "olmoe", "qwen2moe", "gemma2", "qwen3", "olmo2", "deepseek2", "qwen3next", "gemma4", "smollm3", "gpt-oss")
 
 
 @pytest.mark.long
@@ -159,9 +159,17 @@ def test_a_family_has_its_recorded_tokens(name: str, driver: Driver, monkeypatch
     assert found[1] == found[0] and (name in EXPERTS or found[0] == recorded)
 
 
-def test_experts_with_biases_are_refused(driver: Driver) -> None:
-    with pytest.raises(ModelError, match="tensor_parallel_size=2 on CUDA: experts with biases are not divided yet"):
-        LLM(GOLDEN / "gpt-oss", device="CUDA", tensor_parallel_size=2, skip_tokenizer_init=True, max_model_len=64, num_blocks=16)
+@pytest.mark.long
+def test_biases_of_experts_are_added_once(driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(USE_TC, "value", 0)
+    monkeypatch.setenv("TC", "0")
+    model = with_wide_experts("gpt-oss", tmp_path / "model")
+    options: dict[str, Any] = dict(device="CUDA", dtype="float16", skip_tokenizer_init=True, max_model_len=64, num_blocks=16)
+    logits = []
+    for size in (1, 2):
+        with LLM(model, tensor_parallel_size=size, **options) as llm:
+            logits.append(llm.prompt_logits([5, 9, 40, 7]))
+    np.testing.assert_allclose(logits[1], logits[0], atol=0.01)
 
 
 def test_columns_in_blocks_that_ranks_would_cut_are_refused(driver: Driver) -> None:

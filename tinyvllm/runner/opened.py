@@ -247,11 +247,6 @@ def _copied_bytes(config: EngineConfig, opened: OpenedModel) -> int:
 
 def _refuse_undivided(config: EngineConfig, c: ModelConfig) -> None:
     """ModelError for layers that cannot be on several devices yet, or whose caches contexts cannot divide."""
-    if config.on_gpus and config.tensor_parallel_size > 1 and c.biased_experts:
-        raise ModelError(
-            f"tensor_parallel_size={config.tensor_parallel_size} on {config.device}: experts with biases are not divided yet; "
-            "use pipeline_parallel_size"
-        )
     if not config.more_devices and config.context_parallel_size == 1:
         return
     given = f"device={config.device_names}" if config.more_devices else f"context_parallel_size={config.context_parallel_size}"

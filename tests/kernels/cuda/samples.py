@@ -149,6 +149,7 @@ def _experts(gpu: GPU) -> dict[str, Kernel]:
     found["experts_sum"], found["experts_sum alone"] = (
         expert_plan.experts_sum(VARIANT, Lists(64, 8, 128), 2048, on) for on in (True, False)
     )
+    found["experts_sum of a rank"] = expert_plan.experts_sum(VARIANT, Lists(64, 4, 32), 2880, False, bias=True)
     for format in TILED:
         for T in (1, 64, 4096):
             lists = Lists(T, 8, 128)

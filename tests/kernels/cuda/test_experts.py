@@ -159,10 +159,13 @@ def by_expert(
     return out
 
 
-def summed(outputs: np.ndarray, shares: np.ndarray, residual: np.ndarray | None) -> np.ndarray:
-    (T, chosen), E = shares.shape, outputs.shape[1]
-    out, more = floats(T, E), [] if residual is None else [residual]
-    emulate(expert_plan.experts_sum(VARIANT, Lists(T, chosen, X), E, residual is not None), out, outputs, shares, *more, tiles.one(T))
+def summed(
+    outputs: np.ndarray, shares: np.ndarray, residual: np.ndarray | None, bias: np.ndarray | None = None, chosen: np.ndarray | None = None
+) -> np.ndarray:
+    (T, count), E = shares.shape, outputs.shape[1]
+    out, kernel = floats(T, E), expert_plan.experts_sum(VARIANT, Lists(T, count, X), E, residual is not None, bias is not None)
+    pairs = [] if chosen is None else [tiles.laid(chosen.astype(np.int32))]
+    emulate(kernel, out, outputs, *([] if bias is None else [bias]), shares, *pairs, *([] if residual is None else [residual]), tiles.one(T))
     return out
 
 
@@ -209,6 +212,9 @@ def test_the_sum_over_a_rows_experts(residual: bool) -> None:
     outputs, shares, more = tiles.numbers(T * C, E), tiles.numbers(T, C), tiles.numbers(T, E, seed=2)
     want = (outputs.reshape(T, C, E) * shares[..., None]).sum(1) + (more if residual else 0)
     np.testing.assert_allclose(summed(outputs, shares, more if residual else None), want, atol=1e-5)
+    bias, chosen = tiles.numbers(X * E, seed=3), choices(T)
+    want += (bias.reshape(X, E)[chosen] * shares[..., None]).sum(1)
+    np.testing.assert_allclose(summed(outputs, shares, more if residual else None, bias, chosen), want, atol=1e-5)
 
 
 @pytest.mark.parametrize("format", ["BF16", pytest.param("Q4_K", marks=pytest.mark.long)])

@@ -80,9 +80,10 @@ def experts_matmul(
     )  # fmt: skip
 
 
-def experts_sum(variant: str, lists: Lists, E: int, residual: bool) -> Kernel:
+def experts_sum(variant: str, lists: Lists, E: int, residual: bool, bias: bool = False) -> Kernel:
+    """The sum of each row's pairs; with `bias` that of each pair's expert is added before its share."""
     T, C = lists.T, lists.C
     return Kernel.cuda(
-        "experts_sum", variant, 1, 3 + residual, (T, ceil_div(E, 1024), 1), 256, 0, 2 * T * C * E, 4 * T * E * (C + 1 + residual),
-        E=E, C=C, RESIDUAL=int(residual),
+        "experts_sum", variant, 1, 3 + residual + 2 * bias, (T, ceil_div(E, 1024), 1), 256, 0, 2 * T * C * E,
+        4 * T * E * (C * (1 + bias) + 1 + residual), E=E, C=C, RESIDUAL=int(residual), **policies.bias(bias),
     )  # fmt: skip

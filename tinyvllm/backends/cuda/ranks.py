@@ -73,9 +73,10 @@ class RankKernels:
     def experts_all_reduce(
         self, variant: str, part: Tensor, group: RankGroup, routing: Routing, rows: Tensor, residual: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        """A row's experts are added by each rank, then the ranks' sums."""
-        assert bias is None, "runner/split.py"
+        """A row's experts are added by each rank, then the ranks' sums; the first rank's have the biases."""
         lists, E = expert_plan.Lists(*sizes_of(routing.chosen, 1)), int(part.shape[1])
-        kernel = expert_plan.experts_sum(variant, lists, E, False)
-        own = launch(kernel, [empty(part, lists.T, E)], [part, routing.shares, rows])[0]
-        return self.all_reduce(variant, own, group, rows, None, residual)
+        own = bias if group.rank == 0 else None
+        kernel = expert_plan.experts_sum(variant, lists, E, False, own is not None)
+        ins = [part, *present(own), routing.shares, *([] if own is None else [routing.chosen]), rows]
+        total = launch(kernel, [empty(part, lists.T, E)], ins)[0]
+        return self.all_reduce(variant, total, group, rows, None, residual)
