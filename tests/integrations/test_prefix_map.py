@@ -69,6 +69,30 @@ def test_unknown_prompts_are_spread_and_stay_where_they_are_when_a_replica_comes
     assert 60 < len(moved) < 140 and {new for _, new in moved} == {"d"}
 
 
+def test_large_prefixes_do_not_share_a_replica_while_others_have_none() -> None:
+    """As many as replicas: each has one, whatever their hashes prefer; then the shares stay within a quarter of the mean."""
+    prefixes, loads = PrefixMap(), dict.fromkeys("abc", 0)
+    homes = []
+    for i in range(60):
+        one = hashes(f"{i} {LONG}")
+        homes.append(prefixes.rank(one, loads)[0])
+        prefixes.routed(one, homes[-1])
+        assert prefixes.rank(one, loads)[0] == homes[-1]
+    assert {*homes[:3]} == {"a", "b", "c"} and {*homes[3:6]} == {"a", "b", "c"}
+    assert max(homes.count(name) for name in loads) <= 25
+
+
+def test_a_share_shrinks_with_what_is_forgotten() -> None:
+    prefixes, loads = PrefixMap(max_entries=2 * len(hashes(LONG))), {"a": 0, "b": 0}
+    for i in range(50):
+        prefixes.routed(hashes(f"{i} {LONG}"), "a")
+    prefixes.keep({"a", "b"})
+    assert {prefixes.rank(hashes(f"x{i} {LONG}"), loads)[0] for i in range(9)} == {"b"}
+    for i in range(2):
+        prefixes.routed(hashes(f"b{i} {LONG}"), "b")
+    assert {prefixes.rank(hashes(f"x{i} {LONG}"), loads)[0] for i in range(9)} == {"a"}
+
+
 def test_replicas_that_are_gone_are_forgotten_and_the_map_is_bounded() -> None:
     prefixes = PrefixMap(max_entries=10)
     one, two = hashes(LONG), hashes("z" + LONG)

@@ -164,8 +164,9 @@ def summed(
 ) -> np.ndarray:
     (T, count), E = shares.shape, outputs.shape[1]
     out, kernel = floats(T, E), expert_plan.experts_sum(VARIANT, Lists(T, count, X), E, residual is not None, bias is not None)
-    pairs = [] if chosen is None else [tiles.laid(chosen.astype(np.int32))]
-    emulate(kernel, out, outputs, *([] if bias is None else [bias]), shares, *pairs, *([] if residual is None else [residual]), tiles.one(T))
+    pairs = None if chosen is None else tiles.laid(chosen.astype(np.int32))
+    arrays = (outputs, bias, shares, pairs, residual, tiles.one(T))
+    emulate(kernel, out, *(array for array in arrays if array is not None))
     return out
 
 
