@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from tinyvllm.integrations.prefix_map import MAX_EXCESS
+from tinyvllm.integrations.prefix_map import MAX_EXCESS, MAX_SHARE
 from tinyvllm.lab.charts import Chart, Series
 from tinyvllm.lab.svg import svg
 
@@ -50,6 +50,7 @@ class Replica:
     free_at: float = 0.0
     ends: deque[float] = field(default_factory=deque)  # when its requests end, the next one first
     cache: OrderedDict[int, None] = field(default_factory=OrderedDict)  # tenants, the least recently used first
+    tenants: int = 0  # that were sent here first
 
     def running(self, now: float) -> int:
         """Requests that wait or run."""
@@ -116,7 +117,7 @@ def _by_prefix(tenant: int, homes: dict[int, list[int]], replicas: Sequence[Repl
 
     For the least busy of all replicas it takes the less busy of two at random, since a router cannot ask 1,000 for each request.
     """
-    known = homes.setdefault(tenant, [int.from_bytes(blake2b(b"%d" % tenant, digest_size=8).digest(), "big") % len(replicas)])
+    known = homes[tenant] if tenant in homes else homes.setdefault(tenant, [_home(tenant, len(homes), replicas)])
     best = min(known, key=lambda one: replicas[one].running(now))
     other = min((draw.randrange(len(replicas)) for _ in range(2)), key=lambda one: replicas[one].running(now))
     if replicas[best].running(now) <= replicas[other].running(now) + MAX_EXCESS:
@@ -124,6 +125,18 @@ def _by_prefix(tenant: int, homes: dict[int, list[int]], replicas: Sequence[Repl
     if other not in known:
         known.append(other)
     return other, True
+
+
+def _home(tenant: int, tenants: int, replicas: Sequence[Replica]) -> int:
+    """The first replica in the order of the tenant's hashes that has no large share of the tenants so far."""
+    most = max(MAX_SHARE * (tenants + 1) / len(replicas), 1 + min(replica.tenants for replica in replicas))
+    for number in itertools.count():
+        digest = blake2b(b"%d %d" % (tenant, number), digest_size=8).digest()
+        home = int.from_bytes(digest, "big") % len(replicas)
+        if replicas[home].tenants + 1 <= most:
+            replicas[home].tenants += 1
+            return home
+    raise AssertionError
 
 
 def charts(outcomes: Sequence[Outcome]) -> Chart:

@@ -7,8 +7,8 @@ A prompt is hashed as the bytes that a request has, in pieces, each with the has
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -16,6 +16,7 @@ PIECE_BYTES = 256  # of a prompt, about 4 blocks of 16 tokens
 MAX_PIECES = 256  # of one prompt; what follows does not count
 MAX_ENTRIES = 200_000  # hashes in a map, about 200 bytes each
 MAX_EXCESS = 8  # requests that the replica with the prefix may have more than the least busy one
+MAX_SHARE = 1.25  # of the mean number of pieces of a replica, that one may have before new prompts go to another
 _HASH_BYTES = 16
 # Fields of all APIs that make a prompt, in the order in which templates use them.
 _FIELDS = ("model", "segments", "tools", "system", "instructions", "messages", "prompt", "input", "input_prefix", "text", "inputs")
@@ -58,12 +59,15 @@ class PrefixMap:
     """Ranks replicas for a prompt: those that computed the longest beginning first, unless they are too busy.
 
     A beginning that no replica has goes to the replica that its hash prefers (rendezvous hashing), so that routers that share no state
-    agree, and a replica that comes or goes moves only its own share.
+    agree, and a replica that comes or goes moves only its own share. Replicas that would then have MAX_SHARE times the pieces of the mean
+    one are passed over, as in consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2016): two large prefixes on one
+    replica whose cache holds one would push each other out for ever, next to replicas without any.
     """
 
     def __init__(self, max_entries: int = MAX_ENTRIES, max_excess: int = MAX_EXCESS) -> None:
         self._max_entries, self._max_excess = max_entries, max_excess
         self._replicas: OrderedDict[bytes, dict[str, None]] = OrderedDict()  # by hash; the least recently used first
+        self._pieces: Counter[str] = Counter()  # of each replica: hashes that it has
 
     def __len__(self) -> int:
         return len(self._replicas)
@@ -81,16 +85,26 @@ class PrefixMap:
             return sorted(loads, key=lambda name: (loads[name], name))
         preferred = sorted(free, key=lambda name: (-lengths.get(name, 0), _rendezvous(key, name)))
         if not lengths.get(preferred[0]):
-            preferred.sort(key=lambda name: (loads[name] - min(loads.values()) > self._max_excess // 2, _rendezvous(key, name)))
+            full = self._full(len(hashes), loads)
+            half = min(loads.values()) + self._max_excess // 2
+            preferred.sort(key=lambda name: (loads[name] > half, name in full, _rendezvous(key, name)))
         return preferred + sorted(busy, key=lambda name: (loads[name], name))
+
+    def _full(self, pieces: int, replicas: Collection[str]) -> set[str]:
+        """The replicas that would have too large a share with so many pieces more; never all of them."""
+        had = {name: self._pieces[name] for name in replicas}
+        most = max(MAX_SHARE * (sum(had.values()) + pieces) / len(had), min(had.values()) + pieces)
+        return {name for name, count in had.items() if count + pieces > most}
 
     def routed(self, hashes: Sequence[bytes], replica: str) -> None:
         """A prompt was sent to a replica, which has its beginnings from now on."""
         for hash in hashes:
-            self._replicas.setdefault(hash, {})[replica] = None
+            names = self._replicas.setdefault(hash, {})
+            self._pieces[replica] += replica not in names
+            names[replica] = None
             self._replicas.move_to_end(hash)
         while len(self._replicas) > self._max_entries:
-            self._replicas.popitem(last=False)
+            self._pieces.subtract(self._replicas.popitem(last=False)[1].keys())
 
     def keep(self, replicas: set[str]) -> None:
         """Forget all other replicas."""
@@ -100,6 +114,7 @@ class PrefixMap:
                 self._replicas[hash] = names
             else:
                 del self._replicas[hash]
+        self._pieces = Counter({name: count for name, count in self._pieces.items() if name in replicas})
 
     def _lengths(self, hashes: Sequence[bytes], loads: Mapping[str, int]) -> dict[str, int]:
         """How many leading hashes each replica has."""
