@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from tinygrad.helpers import USE_TC
 from tests.emulator.driver import Driver
 from tests.emulator.rank import on_gpus
 from tests.engine.test_tensor_parallel import EXPERTS, GOLDEN, alive, run_on, start
+from tests.tiny.adapters import write_adapter
 from tests.tiny.wide import with_wide_experts
-from tinyvllm import LLM, SamplingParams
+from tinyvllm import LLM, LoRARequest, SamplingParams
 from tinyvllm.backends import registry
 from tinyvllm.config.engine import DEFAULT_MODEL as MODEL
 from tinyvllm.config.engine import resolve
@@ -117,8 +119,8 @@ def test_what_gpus_cannot_do_is_refused_by_name(driver: Driver, monkeypatch: pyt
         LLM(MODEL, device="CUDA", context_parallel_size=2, max_model_len=512)
     with pytest.raises(ArgumentError, match=r"tensor_parallel_size=2 runs on the CPU and on CUDA, and ranks have the first GPUs: .*=1,"):
         LLM(MODEL, device="CUDA:1", tensor_parallel_size=2, **OPTIONS)
-    with pytest.raises(ArgumentError, match="enable_lora does not work with tensor_parallel_size=2 on CUDA"):
-        LLM(MODEL, device="CUDA", tensor_parallel_size=2, enable_lora=True, **OPTIONS)
+    with pytest.raises(ArgumentError, match="lora_experts does not work with tensor_parallel_size=2"):
+        LLM(MODEL, device="CUDA", tensor_parallel_size=2, enable_lora=True, lora_experts=True, **OPTIONS)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr(driver, "_gpus", 1)
     with pytest.raises(ArgumentError, match=r"2 ranks need as many GPUs, and there are 1 \(CUDA_VISIBLE_DEVICES=3\)"):
@@ -136,6 +138,25 @@ def test_each_rank_sees_a_gpu_of_its_own(driver: Driver, monkeypatch: pytest.Mon
     monkeypatch.setattr(driver, "_gpus", 1)
     monkeypatch.setenv(name, "GPU-a")
     assert environments(2, True) == [{name: "GPU-a"}] * 2
+
+
+@pytest.mark.parametrize("name", ["tensor", "pipeline"])
+def test_adapters(name: str, driver: Driver, tmp_path: Path) -> None:
+    """Two and none in a batch. A is divided where columns are, and its sums meet; a request without one has its usual bits."""
+    folders = [write_adapter(tmp_path / str(rank), MODEL, rank=rank, seed=rank) for rank in (4, 7)]
+    first, second = (LoRARequest(folder.name, lora_path=str(folder)) for folder in folders)
+    found, params = [], replace(GREEDY, max_tokens=3, logprobs=2)
+    for size in (1, 2):
+        options: dict[str, Any] = {**OPTIONS, "max_loras": 2, "enable_prefix_caching": False, f"{name}_parallel_size": size}
+        with LLM(MODEL, device="CUDA", enable_lora=True, **options) as llm:
+            for adapters in ([first, None, second], [None] * 3):
+                found.append([output.outputs[0] for output in llm.generate(TEXTS, params, lora_request=adapters)])
+    ids = [[one.token_ids for one in outputs] for outputs in found]
+    assert ids[:2] == ids[2:] and ids[0][0] != ids[1][0] and ids[0][2] != ids[1][2]
+    scores = [[[p.logprob for step in one.logprobs for p in step.values()] for one in outputs] for outputs in found]
+    for one, two in zip(scores[:2], scores[2:], strict=True):
+        np.testing.assert_allclose(np.concatenate(two), np.concatenate(one), atol=0.02)
+    assert scores[2][1] == scores[3][1]
 
 
 FAMILIES = ("qwen3moe", "olmoe", "qwen2moe", "gemma2", "qwen3", "olmo2", "deepseek2", "qwen3next", "gemma4", "smollm3", "gpt-oss")

@@ -41,11 +41,13 @@ def plan(backend: str, variant: str, p: AdapterProduct) -> tuple[Kernel, Kernel]
 
 def lora_bias(
     launch: Launch, backend: str, variant: str, x: Tensor, norm: NormWeights | None, stack: AdapterStack, bias: Tensor | None,
-    adapters: Tensor, rows: Tensor,
+    adapters: Tensor, rows: Tensor, sum_of_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """The method of `Backend`, by a backend's `launch`."""
+    """The method of `Backend`, by a backend's `launch`. `sum_of_ranks` adds what A makes of the columns that each rank has."""
     p = AdapterProduct.of(x, norm, stack, bias)
     shrink, expand = plan(backend, variant, p)
     ins = [x, *present(None if norm is None else norm.weight), stack.a, stack.ranks, adapters, rows]
     (hidden,) = launch(shrink, [empty(x, p.T, p.hidden)], ins)
+    if sum_of_ranks is not None:
+        hidden = sum_of_ranks(hidden)
     return launch(expand, [empty(x, p.T, p.O)], [hidden, stack.b, stack.ranks, *present(bias), adapters, rows])[0]

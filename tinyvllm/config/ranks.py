@@ -96,9 +96,8 @@ class RankOptions:
             on = f"the CPU and on {', '.join(SHARED_BY_GPUS)}{how * (kind_of(self.device) in SHARED_BY_GPUS)}"
             raise ArgumentError(f"{given} runs on {on}, got device={self.device}: leave one of them out")
         refused = ["swap_space", "speculative_config", "prefix_cache_dir", "async_scheduling", "imatrix", "lora_experts"]
-        if self.more_devices or self.context_parallel_size > 1 or self.on_gpus:
+        if self.more_devices or self.context_parallel_size > 1:
             refused.append("enable_lora")
-            given = f"{given} on {self.device}" if self.on_gpus else given
         if self.on_gpus and self.context_parallel_size > 1:
             raise ArgumentError(f"context_parallel_size={self.context_parallel_size} runs on the CPU only, got device={self.device}")
         for name in refused:

@@ -91,7 +91,7 @@ class PrefixMap:
         return preferred + sorted(busy, key=lambda name: (loads[name], name))
 
     def _full(self, pieces: int, replicas: Collection[str]) -> set[str]:
-        """The replicas that would have too large a share with so many pieces more; never all of them."""
+        """The replicas that would have too large a share with `pieces` more; never all of them."""
         had = {name: self._pieces[name] for name in replicas}
         most = max(MAX_SHARE * (sum(had.values()) + pieces) / len(had), min(had.values()) + pieces)
         return {name for name, count in had.items() if count + pieces > most}

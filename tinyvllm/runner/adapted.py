@@ -121,8 +121,8 @@ def own_product(opened: OpenedModel, shape: ProductShape) -> OwnProduct:
     parts = tuple(RowPart(slice(0, rows)) for rows in shape.outputs)
     if shape.matrices > 1:  # of experts or heads, which have no adapters over ranks
         return OwnProduct(shape, whole, parts)
-    if shape.names[0].split(".")[-2] in SUMMED and isinstance(weight, PackedWeight) and opened.plan.placement.is_cpu:
-        unit = slice_unit(weight.format, shape.inputs)
+    if shape.names[0].split(".")[-2] in SUMMED and isinstance(weight, PackedWeight):
+        unit = slice_unit(weight.format, shape.inputs) if opened.plan.placement.is_cpu else 0
         if split is None or not isinstance(weight.share, ColumnShare):
             return OwnProduct(shape, whole, parts, unit)
         return OwnProduct(shape, split.columns(weight.share, weight.format), parts, unit, weight.share)

@@ -189,7 +189,9 @@ class CudaBackend(ExpertKernels, RankKernels, WithoutContextRanks):
     def lora_bias(
         self, variant: str, x: Tensor, norm: NormWeights | None, stack: AdapterStack, bias: Tensor | None, adapters: Tensor, rows: Tensor
     ) -> Tensor:
-        return low_rank.lora_bias(launch, self.name, variant, x, norm, stack, bias, adapters, rows)
+        share = stack.share
+        add_up = None if share is None else lambda part: self.all_reduce(variant, part, share.group, rows, None, None)
+        return low_rank.lora_bias(launch, self.name, variant, x, norm, stack, bias, adapters, rows, add_up)
 
     def gated_delta(self, variant: str, y: Tensor, weights: DeltaWeights, cache: StateCache, batch: Batch) -> Tensor:
         return recurrent.gated_delta(launch, self.name, variant, y, weights, cache, batch)
