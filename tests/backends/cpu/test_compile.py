@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -128,6 +129,14 @@ def test_kernels_compile_ahead_at_the_same_time(cache, monkeypatch):
     launch.compile_ahead([*kernels, kernels[0]])
     assert len({launch.machine_code(kernel) for kernel in kernels}) == 2  # both were compiled ahead: a third call would wait in vain
     assert not any(kernel in launch._ahead._pending for kernel in kernels)
+
+
+def test_kernels_with_one_code_are_compiled_once(cache, runs):
+    """Records that differ in what a launch of them does: a second compiler would wait for the first."""
+    few, many = (replace(copy(88), flops=work, bytes=work) for work in (1, 1000))
+    launch.compile_ahead([few, many])
+    assert launch._ahead._pending.keys() & {few, many, few.compiled} == {few.compiled}
+    assert launch.machine_code(few.compiled) == launch.machine_code(many.compiled) and len(runs) == 1
 
 
 def test_a_failure_ahead_is_raised_where_the_kernel_is_needed(cache):

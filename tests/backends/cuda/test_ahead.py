@@ -31,7 +31,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="NVRTC's wheel is for
 
 def texts(kernels: list[Kernel]) -> Counter[str]:
     """How many texts each stem has."""
-    return Counter(kernel.stem for kernel in {launch.compiled_part(kernel) for kernel in kernels})
+    return Counter(kernel.stem for kernel in {kernel.compiled for kernel in kernels})
 
 
 # --- texts
@@ -88,7 +88,7 @@ def scale(factor: float | str, T: int = 8) -> Kernel:
 
 
 def code_of(kernel: Kernel) -> bytes:
-    return launch.machine_code(launch.compiled_part(kernel), "sm_90")
+    return launch.machine_code(kernel.compiled, "sm_90")
 
 
 @pytest.fixture

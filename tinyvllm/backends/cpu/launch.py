@@ -35,20 +35,20 @@ def launch(kernel: Kernel, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> lis
     kernel.check_counts(len(outs), len(ins))
     if collects(kernel):
         return list(outs)
-    program = Program(kernel.name, kernel.name, machine_code(kernel), kernel.outs, kernel.ins + 1, kernel.flops, kernel.bytes)
+    program = Program(kernel.name, kernel.name, machine_code(kernel.compiled), kernel.outs, kernel.ins + 1, kernel.flops, kernel.bytes)
     return launch_program(program, [*outs, *ins, solo_team()])
 
 
 @functools.cache
 def machine_code(kernel: Kernel) -> bytes:
-    """The kernel compiled, as tinygrad's runtime of the CPU takes it."""
+    """A kernel's compiled part, as tinygrad's runtime of the CPU takes it."""
     ahead = _ahead.result(kernel)
     return kernel_code(kernel) if ahead is None else ahead
 
 
 def compile_ahead(kernels: Iterable[Kernel]) -> None:
     """Compile in the background, one compiler a core; `machine_code` waits for what it needs. A failure is raised there."""
-    _ahead.start(kernels)
+    _ahead.start(kernel.compiled for kernel in kernels)  # two records of one code would have one compiler wait for the other
 
 
 @functools.cache
@@ -108,5 +108,5 @@ def _check_arrays(kernel: Kernel, arrays: Sequence[np.ndarray]) -> None:
 @functools.cache
 def _loaded(kernel: Kernel) -> tuple[int, Any]:
     """Where a kernel's code is in this process, and what keeps it there."""
-    program = load_program("CPU", kernel.name, machine_code(kernel))
+    program = load_program("CPU", kernel.name, machine_code(kernel.compiled))
     return code_address(program), program

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from tinygrad import Tensor
@@ -49,13 +48,8 @@ def loaded(kernel: Kernel, device: str) -> Any:
     return load_program(device, kernel.stem, _code(kernel, device), kernel.shared, *kernel.integers)
 
 
-def compiled_part(kernel: Kernel) -> Kernel:
-    """The kernel without what only its launches need: records with the same one share their machine code."""
-    return replace(kernel, outs=0, ins=0, flops=0, bytes=0, grid=(1, 1, 1), block=1, shared=0, integers=())
-
-
 def _code(kernel: Kernel, device: str) -> bytes:
-    return machine_code(compiled_part(kernel), architecture(device))
+    return machine_code(kernel.compiled, architecture(device))
 
 
 @functools.cache
@@ -73,7 +67,7 @@ def versions() -> str:
 def compile_ahead(kernels: Iterable[Kernel], device: str) -> None:
     """Compile in the background, in one process a core; `machine_code` waits for what it needs. A failure is raised there."""
     arch = architecture(device)
-    _ahead.start((kernel, arch) for kernel in dict.fromkeys(map(compiled_part, kernels)))
+    _ahead.start((kernel.compiled, arch) for kernel in kernels)
 
 
 @contextlib.contextmanager
