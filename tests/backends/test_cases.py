@@ -9,7 +9,9 @@ from tinygrad import Tensor
 from tests.kernels.answers import PATH, answers
 from tinyvllm.backends import cases, registry
 from tinyvllm.backends.cases import Case, Site, case_of, inputs, wrong
+from tinyvllm.backends.cases.case import Sizes
 from tinyvllm.backends.cases.expected import computed_answer
+from tinyvllm.backends.collecting import collecting_kernels
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout, formats_in
@@ -29,6 +31,8 @@ PASSING += [Case("attention_decode", cache="BF16", head_dim=64, sinks=True), Cas
 PASSING += [Case("kv_append", cache=cache) for cache in KV_FORMATS]
 PASSING += [Case("attention_decode", cache="KV_INT8", head_dim=512)]
 PASSING += [Case("norm_qkv_rope_store", "Q4_K+Q6_K", cache="F16"), Case("norm_qkv_rope_store", "Q4_0+INT4_G128+NF4", cache="KV_INT8")]
+PASSING += [Case("matmul", "Q4_K", sizes=Sizes(512, 90, 0.0)), Case("norm_gate_up_silu", "Q8_0", sizes=Sizes(96, 64, 1e-5))]
+PASSING += [Case("norm_head", format, sizes=Sizes(256, 200, 1e-6)) for format in ("F32", "BF16", "INT4_G128", "Q6_K")]
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +157,27 @@ def _splitmix(seed: int, limit: int, count: int) -> list[int]:
         z = ((z ^ z >> 27) * 0x94D049BB133111EB) & mask
         found.append((z ^ z >> 31) % limit)
     return found
+
+
+def test_small_products_on_the_cpu_are_tested_with_the_models_own_kernel():
+    facts = {"format": "Q8_0", "layout": Layout.PANELS, "inputs": 256, "outputs": 1024}
+    own = case_of("norm_gate_up_silu", ShapeFacts(CPU, eps=1e-5, **facts))
+    assert own is not None and own.sizes == Sizes(256, 1024, 1e-5) and not own.is_recorded
+    assert case_of("matmul", ShapeFacts(CPU, norm="", **facts)).sizes == Sizes(256, 1024, 0.0)
+    for at, other in ((CPU, {"outputs": 4096}), (CPU, {"norm": "LAYER"}), (Placement("CUDA"), {})):  # too many weights, other constants
+        usual = case_of("norm_gate_up_silu", ShapeFacts(at, eps=1e-5, **facts | other))
+        assert usual == own and usual.sizes is None, "verdicts do not depend on it"
+
+
+def test_a_model_with_small_products_compiles_no_others_for_its_tests():
+    """Of its kernels and those of their cases, each stem has as many codes as the model's products have sizes."""
+    normed = {"norm": "RMS", "eps": 1e-5}
+    products = (("matmul", 256, {"norm": ""}), ("norm_gate_up_silu", 1024, normed), ("norm_head", 3072, normed))
+    needs = [(stem, ShapeFacts(CPU, 256, outputs, "BF16", Layout.PANELS, **more)) for stem, outputs, more in products]
+    backend, variant = registry.BACKENDS["CPU"], VARIANTS[0]
+    with collecting_kernels() as of_cases:
+        for stem, facts in needs:
+            cases.run(case_of(stem, facts), Site(backend, variant, "CPU"))
+    own = [{"I": 256, "O": 256}, {"E": 256, "F": 1024}, {"E": 256, "V": 3072}]
+    codes = {kernel.compiled for kernel in of_cases}
+    assert len(codes) == len(needs) and all(any(set(sizes.items()) <= set(code.defines) for code in codes) for sizes in own)

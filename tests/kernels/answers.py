@@ -30,7 +30,7 @@ def answers() -> Arrays:
     found |= {f"norm_route {numbers_of('F32')}/{name}": array for name, array in expected.route("F32").items()}
     for format in dict.fromkeys(name for layout in Layout for name in formats_in(layout)):
         label = numbers_of(format)
-        for stem, answer in (("embed", embed), ("matmul", matmul), ("norm_gate_up_silu", expected.gate_up), ("norm_head", head),
+        for stem, answer in (("embed", embed), ("matmul", expected.matmul), ("norm_gate_up_silu", expected.gate_up), ("norm_head", head),
                              ("norm_qkv_rope_store", expected.qkv), ("experts_gate_up_silu", expected.experts_gate_up),
                              ("experts_down", expected.experts_down)):  # fmt: skip
             for name, array in answer(format).items():
@@ -56,15 +56,12 @@ def embed(format: str) -> Arrays:
     return {"x": dense(format, inputs.VOCABULARY, 5, inputs.table_columns(format))[products.token_ids(PERIOD)]}
 
 
-def matmul(format: str) -> Arrays:
-    return {"y": activations(columns(format)).astype(np.float64) @ dense(format, inputs.OUTPUTS, 6).T + numbers(7, PERIOD, inputs.OUTPUTS)}
-
-
 def head(format: str) -> Arrays:
-    logits = normalized(columns(format)) @ dense(format, inputs.VOCABULARY, 9).T
-    top = np.sort(logits, axis=1)
+    normalized(columns(format))
+    found = expected.head(format)
+    top = np.sort(found["logits"], axis=1)
     assert (top[:, -1] - top[:, -2] > MARGIN).all()
-    return {"logits": logits, "best": logits.argmax(1)}
+    return found
 
 
 def lora_bias() -> Arrays:

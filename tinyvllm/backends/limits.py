@@ -19,7 +19,7 @@ class ShapeFacts:
     inputs, outputs  columns and rows of the weight; outputs of each of gate and up
     format, layout   of the weight: "Q8_0", ...; "panels", "tiles" or "rows"
     matrices         matrices of a weight in rows
-    norm             "RMS" or "LAYER", "" if there is none before the product
+    norm, eps        "RMS" or "LAYER", "" if there is none before the product, and what it adds inside of the root
     gelu             the gate has GELU instead of SiLU
     output_norm, output_scale  the outputs are normed, or scaled, before the residual is added
     whole_qk_norm    the q/k norms are over all heads at once
@@ -46,6 +46,7 @@ class ShapeFacts:
     layout: str = ""
     matrices: int = 1
     norm: str = "RMS"
+    eps: float = 0.0
     gelu: bool = False
     output_norm: bool = False
     output_scale: bool = False

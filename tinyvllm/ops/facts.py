@@ -30,6 +30,7 @@ def product_facts(
         layout=layout,
         matrices=len(weight.parts) if isinstance(weight, (StoredWeight, MixedWeight)) else 1,
         norm="" if norm is None else norm.kind,
+        eps=0.0 if norm is None else float(norm.eps),
         head_dim=head_dim,
         cache_format="" if cache is None else cache_format(cache),
     )

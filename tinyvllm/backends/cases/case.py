@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field, replace
 
-from tinyvllm.backends.cases.inputs import GROUPS, QUERY_HEADS, S, numbers_of
+from tinyvllm.backends.cases.inputs import GROUPS, QUERY_HEADS, S, columns, numbers_of
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant.formats import FORMATS, Layout
@@ -19,7 +19,17 @@ TESTED = frozenset(
 )  # fmt: skip
 MAX_HEADS = 256  # of a case: each has a copy of inputs
 WIDE = 512  # features of a head whose values GPUs divide in halves
+MAX_WEIGHTS = 1 << 20  # of a product that is tested in the model's own sizes: they are packed before the first step
 _MIXED = ("norm_qkv_rope_store", "norm_gate_up_silu", "experts_gate_up_silu")  # whose parts may be in several formats
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Inputs of a product, its outputs, of each of gate and up, and what the norm before it adds inside of the root."""
+
+    inputs: int
+    outputs: int
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -29,7 +39,8 @@ class Case:
     Parts of a product in several formats have these with + between them, as ShapeFacts has. `cap` and `sinks` are attention's. With
     `drafts` recurrent states keep some, whatever the number that the model's keep. `heads`
     are the query and KV heads of attention, and `table_blocks` the least width of its block tables: where they are the model's, the kernel
-    of the case is the model's own, and one compilation serves both. Results are the same with any.
+    of the case is the model's own, and one compilation serves both. Results are the same with any. So are `sizes`, those of a small product
+    of the model: weights and answers then repeat those of the usual sizes.
     """
 
     stem: str
@@ -42,6 +53,7 @@ class Case:
     drafts: bool = False
     heads: tuple[int, int] = field(default=(QUERY_HEADS, GROUPS), compare=False)
     table_blocks: int = field(default=0, compare=False)
+    sizes: Sizes | None = field(default=None, compare=False)
 
     @property
     def is_mixed(self) -> bool:
@@ -50,7 +62,12 @@ class Case:
     @property
     def is_recorded(self) -> bool:
         """Whether its answer is recorded; else it is computed (expected.py)."""
-        return not (self.is_mixed or self.cap or self.sinks or self.head_dim == WIDE)
+        return not (self.is_mixed or self.cap or self.sinks or self.head_dim == WIDE or self.sizes)
+
+    @property
+    def inputs(self) -> int:
+        """Columns of the weights of a product."""
+        return columns(self.format) if self.sizes is None else self.sizes.inputs
 
     @property
     def name(self) -> str:
@@ -109,4 +126,15 @@ def case_of(stem: str, facts: ShapeFacts | None) -> Case | None:
     layout = Layout(facts.layout).value if stem == "embed" else ""
     cached = stem in ("norm_qkv_rope_store", "kv_append")
     format = facts.format if stem in _MIXED else facts.format.split("+")[0]
-    return Case(stem, format, layout, facts.cache_format if cached else "", drafts=facts.drafts > 0)
+    cache = facts.cache_format if cached else ""
+    return Case(stem, format, layout, cache, drafts=facts.drafts > 0, sizes=_own_sizes(stem, facts))
+
+
+def _own_sizes(stem: str, facts: ShapeFacts) -> Sizes | None:
+    """Those of the CPU's small products, which then have the kernel of the case, but for options that few models have."""
+    normed = stem in ("norm_gate_up_silu", "norm_head") and facts.norm == "RMS" and facts.eps > 0
+    matrices = 2 if stem == "norm_gate_up_silu" else 1
+    small = 0 < facts.inputs * facts.outputs * matrices <= MAX_WEIGHTS and "+" not in facts.format
+    if not (normed or stem == "matmul" and not facts.norm) or not small or not facts.placement.is_cpu:
+        return None
+    return Sizes(facts.inputs, facts.outputs, facts.eps)

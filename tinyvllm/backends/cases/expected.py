@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tinyvllm.backends.cases import attention
-from tinyvllm.backends.cases.case import Case
+from tinyvllm.backends.cases.case import Case, Sizes
 from tinyvllm.backends.cases.inputs import (
     CHOSEN,
     EPS,
@@ -17,12 +17,14 @@ from tinyvllm.backends.cases.inputs import (
     HEADS,
     KV_HEADS,
     MANY,
+    OUTPUTS,
     PERIOD,
     QKV_OUTPUTS,
     QUERY_HEADS,
     ROUTED,
     ROUTES,
     SHARES,
+    VOCABULARY,
     Arrays,
     activations,
     columns,
@@ -30,13 +32,14 @@ from tinyvllm.backends.cases.inputs import (
     norm_weight,
     numbers,
     parts_of,
+    repeated,
 )
 from tinyvllm.quant.layouts import unpack_rows
 
 
-def dense(names: str, sizes: tuple[int, ...], seed: int) -> np.ndarray:
+def dense(names: str, sizes: tuple[int, ...], seed: int, inputs: int = 0) -> np.ndarray:
     """The weights of all parts, float64 [O, I]."""
-    return np.concatenate([unpack_rows(format, rows).astype(np.float64) for format, rows in parts_of(names, sizes, seed)])
+    return np.concatenate([unpack_rows(format, rows).astype(np.float64) for format, rows in parts_of(names, sizes, seed, inputs)])
 
 
 def normalized(I: int) -> np.ndarray:
@@ -44,10 +47,28 @@ def normalized(I: int) -> np.ndarray:
     return np.asarray(x / np.sqrt((x * x).mean(1, keepdims=True) + EPS) * norm_weight(I))
 
 
-def gate_up(names: str) -> Arrays:
-    y = normalized(columns(names)) @ dense(names, (GATED, GATED), 8).T
+def matmul(names: str, sizes: Sizes | None = None) -> Arrays:
+    I, O = (columns(names), OUTPUTS) if sizes is None else (sizes.inputs, sizes.outputs)
+    y = activations(I).astype(np.float64) @ dense(names, (OUTPUTS,), 6, I).T
+    return {"y": _repeated(y, O) + numbers(7, PERIOD, O)}
+
+
+def head(names: str, sizes: Sizes | None = None) -> Arrays:
+    I, V = (columns(names), VOCABULARY) if sizes is None else (sizes.inputs, sizes.outputs)
+    logits = _repeated(normalized(I) @ dense(names, (VOCABULARY,), 9, I).T, V)
+    return {"logits": logits, "best": logits.argmax(1)}
+
+
+def _repeated(y: np.ndarray, outputs: int) -> np.ndarray:
+    """What a weight gives whose rows repeat."""
+    return np.asarray(repeated(y.T, outputs).T)
+
+
+def gate_up(names: str, sizes: Sizes | None = None) -> Arrays:
+    I, F = (columns(names), GATED) if sizes is None else (sizes.inputs, sizes.outputs)
+    y = normalized(I) @ dense(names, (GATED, GATED), 8, I).T
     gate, up = y[:, :GATED], y[:, GATED:]
-    return {"y": gate / (1 + np.exp(-gate)) * up}
+    return {"y": _repeated(gate / (1 + np.exp(-gate)) * up, F)}
 
 
 def route(format: str) -> Arrays:
@@ -110,11 +131,16 @@ def attention_prefill(D: int, cap: bool = False, sinks: bool = False) -> Arrays:
 
 
 def computed_answer(case: Case) -> Arrays:
-    """The answer of a product whose parts are in several formats, or of attention with policies or wide heads; there are too many of these
-    to record, or they are large.
+    """The answer of a product whose parts are in several formats or in a model's sizes, or of attention with policies or wide heads; there
+    are too many of these to record, or they are large.
     """
+    if case.sizes is not None:
+        return _SIZED[case.stem](case.format, case.sizes)
     if case.head_dim:
         answer = attention_decode if case.stem == "attention_decode" else attention_prefill
         return answer(case.head_dim, case.cap, case.sinks)
     answers = {"norm_gate_up_silu": gate_up, "norm_qkv_rope_store": qkv, "experts_gate_up_silu": experts_gate_up}
     return answers[case.stem](case.format)
+
+
+_SIZED = {"matmul": matmul, "norm_gate_up_silu": gate_up, "norm_head": head}

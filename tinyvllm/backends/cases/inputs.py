@@ -84,14 +84,14 @@ def table_columns(format: str) -> int:
     return round_up(96, _WIDEST_GROUP if format in GROUPED else FORMATS[format].elements)
 
 
-def parts_of(names: str, sizes: Sequence[int], seed: int) -> list[tuple[str, np.ndarray]]:
-    """The projections of a product, each with its format and rows, uint8 [O, bytes].
+def parts_of(names: str, sizes: Sequence[int], seed: int, inputs: int = 0) -> list[tuple[str, np.ndarray]]:
+    """The projections of a product, each with its format and rows, uint8 [O, bytes], of `inputs` columns if they are not the usual ones.
 
     `names` as ShapeFacts.format has them: where there are fewer than projections, the first ones share the first.
     """
     formats = names.split("+")
     formats = formats[:1] * (len(sizes) - len(formats)) + formats
-    I, ends = columns(names), np.cumsum(sizes).tolist()
+    I, ends = inputs or columns(names), np.cumsum(sizes).tolist()
     return [(format, weight_rows(format, ends[-1], I, seed)[end - O : end]) for format, O, end in zip(formats, sizes, ends, strict=True)]
 
 

@@ -28,7 +28,7 @@ from tinyvllm.backends.cases.inputs import (
 )
 from tinyvllm.backends.cases.site import Site, cached_numbers, empty_batch, realized
 from tinyvllm.backends.cases.stores import slots_of, stored, unrotated
-from tinyvllm.backends.operands import QKV, KernelTable
+from tinyvllm.backends.operands import QKV, KernelTable, KernelWeight, NormWeights
 from tinyvllm.bridge import download
 from tinyvllm.placement import Placement
 from tinyvllm.quant import layouts
@@ -52,30 +52,42 @@ def token_ids(T: int) -> list[int]:
     return [(VOCABULARY - 1 + 13 * t) % VOCABULARY for t in range(T)]
 
 
+def _weight(site: Site, case: Case, outputs: tuple[int, ...], seed: int) -> KernelWeight:
+    """A matrix of projections with `outputs`; in other sizes their rows repeat."""
+    parts = parts_of(case.format, outputs, seed, case.inputs)
+    if case.sizes is not None:
+        parts = [(format, repeated(rows, case.sizes.outputs)) for format, rows in parts]
+    return site.weight(parts)
+
+
+def _norm(site: Site, case: Case) -> NormWeights:
+    return site.norm(case.inputs) if case.sizes is None else site.norm(case.inputs, case.sizes.eps)
+
+
 def matmul(site: Site, case: Case) -> list[Arrays]:
-    weight, results = site.weight(parts_of(case.format, (OUTPUTS,), 6)), []
+    weight, results = _weight(site, case, (OUTPUTS,), 6), []
     for T, count in (FEW, MANY):
-        x, residual = (site.place(repeated(rows, T)) for rows in (activations(weight.I), numbers(7, PERIOD, OUTPUTS)))
+        x, residual = (site.place(repeated(rows, T)) for rows in (activations(weight.I), numbers(7, PERIOD, weight.O)))
         y = site.backend.matmul(site.variant, x, weight, site.int32(count), None, residual, False)
         results.append({"y": realized(y)[0][:count]})
     return results
 
 
 def norm_gate_up_silu(site: Site, case: Case) -> list[Arrays]:
-    weight, results = site.weight(parts_of(case.format, (GATED, GATED), 8)), []
+    weight, norm, results = _weight(site, case, (GATED, GATED), 8), _norm(site, case), []
     for T, count in (FEW, MANY):
         x = site.place(repeated(activations(weight.I), T))
-        y = site.backend.gate_up_silu(site.variant, x, site.norm(weight.I), weight, site.int32(count), None)
+        y = site.backend.gate_up_silu(site.variant, x, norm, weight, site.int32(count), None)
         results.append({"y": realized(y)[0][:count]})
     return results
 
 
 def norm_head(site: Site, case: Case) -> list[Arrays]:
-    weight, results = site.weight(parts_of(case.format, (VOCABULARY,), 9)), []
+    weight, norm, results = _weight(site, case, (VOCABULARY,), 9), _norm(site, case), []
     x = site.place(repeated(activations(weight.I), MANY[0]))
     for N, count in (FEW, MANY):
         rows = site.int32(*(t % PERIOD + PERIOD * (3 * t % 4) for t in range(N)))  # another row with the same answer
-        logits, best = realized(*site.backend.norm_head(site.variant, x, site.norm(weight.I), weight, rows, site.int32(count)))
+        logits, best = realized(*site.backend.norm_head(site.variant, x, norm, weight, rows, site.int32(count)))
         results.append({"logits": logits[:count], "best": best[:count]})
     return results
 

@@ -67,8 +67,9 @@ class Site:
         keys = self.place(bits, CACHE_DTYPES[format])
         return LayerCache(keys, alias(keys))
 
-    def norm(self, I: int) -> NormWeights:
-        return NormWeights("RMS", self.place(norm_weight(I)), EPS)
+    def norm(self, I: int, eps: float = EPS) -> NormWeights:
+        """Of the inputs' squares, whose mean is 1 - EPS: with any `eps` the normed inputs are the same, but for a last bit."""
+        return NormWeights("RMS", self.place(norm_weight(I) * np.float32(np.sqrt(1 - EPS + eps))), eps)
 
 
 def _shape(format: str, rows: np.ndarray) -> tuple[int, int]:
