@@ -33,6 +33,8 @@ PASSING += [Case("attention_decode", cache="KV_INT8", head_dim=512)]
 PASSING += [Case("norm_qkv_rope_store", "Q4_K+Q6_K", cache="F16"), Case("norm_qkv_rope_store", "Q4_0+INT4_G128+NF4", cache="KV_INT8")]
 PASSING += [Case("matmul", "Q4_K", sizes=Sizes(512, 90, 0.0)), Case("norm_gate_up_silu", "Q8_0", sizes=Sizes(96, 64, 1e-5))]
 PASSING += [Case("norm_head", format, sizes=Sizes(256, 200, 1e-6)) for format in ("F32", "BF16", "INT4_G128", "Q6_K")]
+PASSING += [Case("norm_qkv_rope_store", format, cache=cache, sizes=Sizes(256, 512, 1e-5, (4, 2), 64))
+            for format, cache in (("BF16", "BF16"), ("Q4_K", "F16"), ("Q8_0", "KV_INT8"), ("F16", "KV_INT4"))]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +166,9 @@ def test_small_products_on_the_cpu_are_tested_with_the_models_own_kernel():
     own = case_of("norm_gate_up_silu", ShapeFacts(CPU, eps=1e-5, **facts))
     assert own is not None and own.sizes == Sizes(256, 1024, 1e-5) and not own.is_recorded
     assert case_of("matmul", ShapeFacts(CPU, norm="", **facts)).sizes == Sizes(256, 1024, 0.0)
+    heads = {"head_dim": 64, "kv_heads": 2, "block_size": 16, "cache_format": "F16"}
+    assert case_of("norm_qkv_rope_store", ShapeFacts(CPU, eps=1e-5, **facts | heads)).sizes == Sizes(256, 1024, 1e-5, (12, 2), 64)
+    assert case_of("norm_qkv_rope_store", ShapeFacts(CPU, eps=1e-5, **facts | heads | {"block_size": 32})).sizes is None
     for at, other in ((CPU, {"outputs": 4096}), (CPU, {"norm": "LAYER"}), (Placement("CUDA"), {})):  # too many weights, other constants
         usual = case_of("norm_gate_up_silu", ShapeFacts(at, eps=1e-5, **facts | other))
         assert usual == own and usual.sizes is None, "verdicts do not depend on it"

@@ -40,7 +40,8 @@ def norm_qkv_rope_store(
     if not isinstance(qkv.weight, TensorWeight):
         shape = f"{qkv.weight.I}->{qkv.weight.O} {qkv.weight.format}, D={D}"
         facts = product_facts(placement, qkv.weight, norm, head_dim=D, cache=cache)
-        facts = replace(facts, whole_qk_norm=whole, other_values=qkv.parts < 3 or qkv.value_norm)
+        others = qkv.parts < 3 or qkv.value_norm
+        facts = replace(facts, kv_heads=cache.K, block_size=cache.S, whole_qk_norm=whole, other_values=others)
         shape += " whole norms" * whole + " other values" * facts.other_values
         kernel = select("norm_qkv_rope_store", placement, shape, facts)
         if kernel is not None and norm is not None:

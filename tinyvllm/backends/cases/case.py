@@ -25,11 +25,16 @@ _MIXED = ("norm_qkv_rope_store", "norm_gate_up_silu", "experts_gate_up_silu")  #
 
 @dataclass(frozen=True)
 class Sizes:
-    """Inputs of a product, its outputs, of each of gate and up, and what the norm before it adds inside of the root."""
+    """Inputs of a product, its outputs, of each of gate and up, and what the norm before it adds inside of the root.
+
+    Of q, k and v also the query and KV heads and what a head has; they have no biases then, as most models.
+    """
 
     inputs: int
     outputs: int
     eps: float
+    heads: tuple[int, int] = (0, 0)
+    head_dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,9 +137,15 @@ def case_of(stem: str, facts: ShapeFacts | None) -> Case | None:
 
 def _own_sizes(stem: str, facts: ShapeFacts) -> Sizes | None:
     """Those of the CPU's small products, which then have the kernel of the case, but for options that few models have."""
-    normed = stem in ("norm_gate_up_silu", "norm_head") and facts.norm == "RMS" and facts.eps > 0
+    own_norms = ("norm_gate_up_silu", "norm_head", "norm_qkv_rope_store")
+    normed = stem in own_norms and facts.norm == "RMS" and facts.eps > 0
     matrices = 2 if stem == "norm_gate_up_silu" else 1
     small = 0 < facts.inputs * facts.outputs * matrices <= MAX_WEIGHTS and "+" not in facts.format
     if not (normed or stem == "matmul" and not facts.norm) or not small or not facts.placement.is_cpu:
         return None
-    return Sizes(facts.inputs, facts.outputs, facts.eps)
+    if stem != "norm_qkv_rope_store":
+        return Sizes(facts.inputs, facts.outputs, facts.eps)
+    if facts.block_size != S or facts.whole_qk_norm or facts.other_values:
+        return None
+    heads = facts.outputs // facts.head_dim - 2 * facts.kv_heads, facts.kv_heads
+    return Sizes(facts.inputs, facts.outputs, facts.eps, heads, facts.head_dim)

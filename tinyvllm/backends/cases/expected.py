@@ -91,9 +91,13 @@ def experts_down(names: str) -> Arrays:
     return {"y": (outputs * SHARES[..., None]).sum(1) + numbers(7, PERIOD, EXPERT_OUTPUTS)}
 
 
-def qkv(names: str) -> Arrays:
-    H, K, D = HEADS, KV_HEADS, HEAD_DIM
-    y = normalized(columns(names)) @ dense(names, QKV_OUTPUTS, 10).T + numbers(11, (H + 2 * K) * D)
+def qkv(names: str, sizes: Sizes | None = None) -> Arrays:
+    I, H, K, D = (columns(names), HEADS, KV_HEADS, HEAD_DIM) if sizes is None else (sizes.inputs, *sizes.heads, sizes.head_dim)
+    y, ends = normalized(I) @ dense(names, QKV_OUTPUTS, 10, I).T, np.cumsum(QKV_OUTPUTS)[:-1]
+    if sizes is None:
+        y = y + numbers(11, (H + 2 * K) * D)
+    else:
+        y = np.concatenate([_repeated(part, n * D) for part, n in zip(np.split(y, ends, axis=1), (H, K, K), strict=True)], axis=1)
     heads, angles = y.reshape(PERIOD, H + 2 * K, D), numbers(12, PERIOD, D).astype(np.float64)[:, None]
     cos, sin, a, b = angles[..., : D // 2], angles[..., D // 2 :], heads[..., : D // 2], heads[..., D // 2 :]
     turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
@@ -143,4 +147,4 @@ def computed_answer(case: Case) -> Arrays:
     return answers[case.stem](case.format)
 
 
-_SIZED = {"matmul": matmul, "norm_gate_up_silu": gate_up, "norm_head": head}
+_SIZED = {"matmul": matmul, "norm_gate_up_silu": gate_up, "norm_head": head, "norm_qkv_rope_store": qkv}

@@ -60,6 +60,16 @@ def _weight(site: Site, case: Case, outputs: tuple[int, ...], seed: int) -> Kern
     return site.weight(parts)
 
 
+def _qkv(site: Site, case: Case) -> tuple[KernelWeight, Tensor | None, tuple[int, int]]:
+    """The same of q, k and v with their bias, and the KV heads and what a head has."""
+    parts = parts_of(case.format, QKV_OUTPUTS, 10, case.inputs)
+    if case.sizes is None:
+        return site.weight(parts), site.place(numbers(11, sum(QKV_OUTPUTS))), (KV_HEADS, HEAD_DIM)
+    (H, K), D = case.sizes.heads, case.sizes.head_dim
+    parts = [(format, repeated(rows, heads * D)) for (format, rows), heads in zip(parts, (H, K, K), strict=True)]
+    return site.weight(parts), None, (K, D)
+
+
 def _norm(site: Site, case: Case) -> NormWeights:
     return site.norm(case.inputs) if case.sizes is None else site.norm(case.inputs, case.sizes.eps)
 
@@ -93,14 +103,14 @@ def norm_head(site: Site, case: Case) -> list[Arrays]:
 
 
 def norm_qkv_rope_store(site: Site, case: Case) -> list[Arrays]:
-    results, weight = [], site.weight(parts_of(case.format, QKV_OUTPUTS, 10))
-    qkv = QKV(weight, site.place(numbers(11, sum(QKV_OUTPUTS))))
+    results, norm, (weight, bias, (K, D)) = [], _norm(site, case), _qkv(site, case)
+    qkv = QKV(weight, bias)
     for T, count in (FEW, MANY):
-        x, angles = (site.place(repeated(rows, T)) for rows in (activations(weight.I), numbers(12, PERIOD, HEAD_DIM)))
-        cache, slots = site.cache(case.cache, np.ones((3, 2, KV_HEADS, S, HEAD_DIM), np.float32)), slots_of(T, count)
+        x, angles = (site.place(repeated(rows, T)) for rows in (activations(weight.I), numbers(12, PERIOD, D)))
+        cache, slots = site.cache(case.cache, np.ones((3, 2, K, S, D), np.float32)), slots_of(T, count)
         before = cached_numbers(case.cache, cache)
         batch = empty_batch(site, slots=site.int32(*slots), rows=site.int32(count))
-        q, after = site.backend.norm_qkv_rope_store(site.variant, x, site.norm(weight.I), qkv, weight, angles, cache, batch)
+        q, after = site.backend.norm_qkv_rope_store(site.variant, x, norm, qkv, weight, angles, cache, batch)
         Tensor.realize(q, *after)
         results.append({"q": unrotated(case, download(q)[:count]).reshape(count, -1), **stored(case.cache, cache, before, slots[:count])})
     return results
