@@ -56,16 +56,19 @@ class Neighbours:
             process.send_signal(number)
 
 
-def measure(stepping: Stepping, neighbours: Neighbours, batch: int, rounds: int) -> tuple[list[Round], list[Round], int]:
-    """Rounds on an idle machine, rounds next to the neighbours, and the steps of each."""
+def measure(
+    stepping: Stepping, neighbours: Neighbours, ranks: list[int], batch: int, rounds: int
+) -> tuple[list[Round], list[Round], int]:  # fmt: skip
+    """Rounds on an idle machine, rounds next to the neighbours, and the steps of each. `ranks` are the processes of the other ranks."""
+    own = [*neighbours.pids, *ranks]
     stepping.begin_tuned([prompt(CONTEXT, number) for number in range(batch)], 2)
     most = (LONGEST - CONTEXT - 16) // (2 * rounds + 1)
     count = max(2, min(most, round(ROUND_SECONDS / (one_round(lambda: stepping.steps(4)).seconds / 4))))
     idle, busy = [], []
     for _ in range(rounds):
-        idle.append(one_round(lambda: stepping.steps(count), neighbours.pids))
+        idle.append(one_round(lambda: stepping.steps(count), own))
         with neighbours.running():
-            busy.append(one_round(lambda: stepping.steps(count), neighbours.pids))
+            busy.append(one_round(lambda: stepping.steps(count), own))
     return idle, busy, count
 
 
@@ -79,10 +82,11 @@ def main() -> None:
     llm = load_model(
         options, max_model_len=LONGEST, max_num_seqs=most, num_blocks=most * (LONGEST // 16 + 1), tensor_parallel_size=options.ranks
     )
+    ranks = llm.engine.runner.ranks.pids if options.ranks > 1 else []
     stepping, neighbours, rows, figures, spreads = Stepping(llm), Neighbours(), list[list[object]](), list[dict[str, object]](), []
     try:
         for batch in options.batches:
-            idle, busy, count = measure(stepping, neighbours, batch, max(ENOUGH, options.rounds))
+            idle, busy, count = measure(stepping, neighbours, ranks, batch, max(ENOUGH, options.rounds))
             alone, shared = spread(idle).divided(count), spread(busy).divided(count)
             slower = shared.median / alone.median
             rows.append([f"decode {batch}", 1e3 * alone.median, 1e3 * shared.median, 1e3 * shared.low, 1e3 * shared.high, slower])
