@@ -140,8 +140,10 @@ def _own_sizes(stem: str, facts: ShapeFacts) -> Sizes | None:
     own_norms = ("norm_gate_up_silu", "norm_head", "norm_qkv_rope_store")
     normed = stem in own_norms and facts.norm == "RMS" and facts.eps > 0
     matrices = 2 if stem == "norm_gate_up_silu" else 1
-    small = 0 < facts.inputs * facts.outputs * matrices <= MAX_WEIGHTS and "+" not in facts.format
+    small = 0 < facts.inputs * facts.outputs * matrices <= MAX_WEIGHTS
     if not (normed or stem == "matmul" and not facts.norm) or not small or not facts.placement.is_cpu:
+        return None
+    if "+" in facts.format or facts.inputs % max(32, FORMATS[facts.format].elements):  # a rank's columns may end within a block
         return None
     if stem != "norm_qkv_rope_store":
         return Sizes(facts.inputs, facts.outputs, facts.eps)
