@@ -10,7 +10,7 @@
 // No more than PLACE. A round takes as many rows as fit a place. The text does not depend on N.
 //
 // Launch: grid (BLOCKS, 1, 1), 256 threads, no dynamic shared memory. BLOCKS = ceil(N V / (1024 WORLD)), at most 64; the same in all ranks.
-// Unit of work: block b has a BLOCKS-th of each rank's columns.
+// Unit of work: block b has the same columns of all ranks, 256 in turn with the other blocks: shares would need a division, which is a call.
 #include "meeting.cuh"
 
 constexpr int SIXTEENS = (V + 15) / 16;
@@ -26,21 +26,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     gather_logits(float *out, u8 *shared, u32 *turns, const float *part, const int *count) {
   await_previous();
   const u32 turn = turns[0];
+  const int first = blockIdx.x * THREADS + threadIdx.x, step = gridDim.x * THREADS;
   const int all = count[0], rounds = (all + ROWS - 1) / ROWS;
   for (int round = 0; round < rounds; round++) {
     const int start = round * ROWS, end = min(all, start + ROWS);
     float *places = (float *)places_of(shared, turn + round);
-    if (RANK > 0) {
-      const int own = (COLUMNS + gridDim.x - 1) / gridDim.x, first = blockIdx.x * own;
-      for (int n = start; n < end; n++)
-        for (int i = first + threadIdx.x; i < min(first + own, COLUMNS); i += THREADS)
-          places[(u64)RANK * PLACE + (u64)(n - start) * COLUMNS + i] = part[(u64)n * COLUMNS + i];
-    }
+    for (int n = start; RANK > 0 && n < end; n++)
+      for (int i = first; i < COLUMNS; i += step) places[(u64)RANK * PLACE + (u64)(n - start) * COLUMNS + i] = part[(u64)n * COLUMNS + i];
     meet(shared, turn + round);
     for (int r = 0; RANK == 0 && r < WORLD; r++) {
-      const int columns = columns_of(r), theirs = (columns + gridDim.x - 1) / gridDim.x, first = blockIdx.x * theirs;
+      const int columns = columns_of(r);
       for (int n = start; n < end; n++)
-        for (int i = first + threadIdx.x; i < min(first + theirs, columns); i += THREADS) {
+        for (int i = first; i < columns; i += step) {
           const float *place = places + (u64)r * PLACE + (u64)(n - start) * columns + i;
           out[(u64)n * V + first_of(r) + i] = r == 0 ? part[(u64)n * COLUMNS + i] : load_fresh(place);
         }
