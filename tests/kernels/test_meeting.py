@@ -75,7 +75,7 @@ def test_they_meet(ranks, shared):
 def test_a_rank_that_waits_long_sleeps(ranks, shared):
     """So that another process has the core meanwhile, and it is woken."""
     counts, used, passed = _both(ranks, shared, 20, 5000)
-    assert counts == [20, 20] and 0.1 < passed < 5 and used < 0.3 * passed
+    assert counts == [20, 20] and passed > 0.1 and used < 0.3 * passed
 
 
 def test_a_rank_that_sleeps_sees_that_the_other_has_ended(ranks, shared):
