@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from tinyvllm.integrations.prefix_map import MAX_EXCESS, MAX_SHARE
+from tinyvllm.distributed.prefix_map import MAX_EXCESS, MAX_SHARE
 from tinyvllm.lab.charts import Chart, Series
 from tinyvllm.lab.svg import svg
 

@@ -110,6 +110,7 @@ IMPORTS: dict[str, set[str]] = {
     "engine": {
         "version",
         "lazy_dataclass",
+        "distributed",
         "energy",
         "kv_events",
         "speculate",
@@ -167,7 +168,7 @@ IMPORTS: dict[str, set[str]] = {
         "host_memory",
         "demo",
     },
-    "integrations": {"server", "engine", "config", "request", "errors"},
+    "integrations": {"server", "engine", "config", "distributed", "request", "errors"},
     "demo": set(),
     "kernels": set(),
 }

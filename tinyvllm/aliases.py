@@ -43,9 +43,6 @@ VLLM: dict[str, Alias] = {
     "gpu_memory_utilization": Alias(
         inert=(None,), nearest=("kv_memory", "num_blocks"), why="the KV cache has a size; without one it takes what the device has free"
     ),
-    "data_parallel_size": Alias(
-        inert=(1, None), why="an engine is one replica; start several, and a router that sends requests to them (docs/scale.md)"
-    ),
     "prefill_context_parallel_size": Alias("context_parallel_size"),
     "decode_context_parallel_size": Alias(
         inert=(1, None), nearest=("context_parallel_size",), why="contexts are divided among processes of their own, not among tensor ranks"

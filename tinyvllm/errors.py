@@ -78,6 +78,9 @@ class BusyError(TinyvllmError):
         self.retry_after = retry_after
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type["BusyError"], tuple[str, float, str]]:
+        return BusyError, (str(self), self.retry_after, self.reason)
+
 
 class OutOfMemoryError(TinyvllmError):
     """The device or the host does not have enough memory for the requested size."""
@@ -88,7 +91,7 @@ class InternalError(TinyvllmError):
 
 
 class RankError(TinyvllmError):
-    """A process that shares a model with others ended, hangs or could not start: the engine ends, and its requests with it."""
+    """A process of an engine, a rank or a replica, ended, hangs or could not start: the engine ends, and its requests with it."""
 
 
 class OutputError(TinyvllmError):

@@ -93,7 +93,6 @@ def test_options_under_the_names_of_vllm(tmp_path: Path) -> None:
     assert resolve(tmp_path, environ={}, kv_cache_memory_bytes="2GiB").kv_memory == 2 << 30
     for given, words in [
         ({"gpu_memory_utilization": 0.9}, ["gpu_memory_utilization=0.9", "nearest: kv_memory, num_blocks"]),
-        ({"data_parallel_size": 2}, ["data_parallel_size=2", "one replica", "start several", "accepted: 1"]),
         ({"cpu_offload_gb": 4}, ["cpu_offload_gb=4", "device=CUDA,CPU"]),
         ({"decode_context_parallel_size": 2}, ["decode_context_parallel_size=2", "nearest: context_parallel_size"]),
         ({"more_devices": ("CPU",)}, ["unknown engine option 'more_devices'"]),

@@ -9,6 +9,8 @@ import pytest
 from tinyvllm.config.engine import resolve
 from tinyvllm.errors import ArgumentError
 
+EVENTS = {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5558"}
+
 
 def test_two_devices_are_two_stages(tmp_path: Path) -> None:
     for given in ({"environ": {"TINYVLLM_DEVICE": "cuda:1, cpu"}}, {"environ": {}, "device": "cuda:1,cpu"}):
@@ -65,3 +67,25 @@ def test_what_several_ranks_cannot_do_is_refused_by_name(tmp_path: Path) -> None
         with pytest.raises(ArgumentError) as caught:
             resolve(tmp_path, environ={}, **given)
         assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_what_replicas_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
+    two = {"data_parallel_size": 2}
+    for given, words in [
+        ({"data_parallel_rank": 2, **two}, ["data_parallel_rank=2 must be below data_parallel_size=2"]),
+        ({"data_parallel_size": 0}, ["from 1 to 64"]),
+        ({"device": "METAL", **two}, ["data_parallel_size=2", "got device=METAL"]),
+        ({"device": "CUDA:1", **two}, ["CUDA_VISIBLE_DEVICES", "got device=CUDA:1"]),
+        ({"device": "CUDA,CPU", **two}, ["got device=CUDA,CPU"]),
+        ({"energy": True, **two}, ["energy is of one engine"]),
+        ({"prefix_cache_dir": "d", **two}, ["prefix_cache_dir is of one engine"]),
+        ({"kv_events_config": EVENTS, **two}, ["2 replicas", "overlap", "2 or more apart"]),
+    ]:
+        with pytest.raises(ArgumentError) as caught:
+            resolve(tmp_path, environ={}, **given)
+        assert all(word in str(caught.value) for word in words), caught.value
+    own = resolve(tmp_path, environ={}, data_parallel_rank=1, energy=True, **two)
+    assert not own.starts_replicas and own.cpu_ranks == 2 and resolve(tmp_path, environ={}, tensor_parallel_size=2, **two).cpu_ranks == 4
+    own.require_one_engine()
+    with pytest.raises(ArgumentError, match="here is one"):
+        resolve(tmp_path, environ={}, **two).require_one_engine()

@@ -15,17 +15,18 @@ ROOT = Path(__file__).parents[2]
 
 @contextlib.contextmanager
 def on_gpus(count: int, **options: object) -> Iterator[Driver]:
-    """An emulated GPU here, and one in each rank that engines start within: `count` in all."""
+    """An emulated GPU here, and one in each rank and replica that engines start within: `count` in all."""
     from tinyvllm.distributed import ranks
+    from tinyvllm.engine import replica
 
-    before, path = ranks.PROGRAM, os.environ.get("PYTHONPATH")
-    ranks.PROGRAM = "tests.emulator.rank"
+    before, path = (ranks.PROGRAM, replica.PROGRAM), os.environ.get("PYTHONPATH")
+    ranks.PROGRAM, replica.PROGRAM = "tests.emulator.rank", "tests.emulator.replica"
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([path] if path else [])])
     try:
         with cuda_device(gpus=count, **options) as driver:
             yield driver
     finally:
-        ranks.PROGRAM = before
+        ranks.PROGRAM, replica.PROGRAM = before
         os.environ.pop("PYTHONPATH")
         if path is not None:
             os.environ["PYTHONPATH"] = path

@@ -85,3 +85,17 @@ def test_a_wildcard_needs_permission() -> None:
 def test_without_a_prefix_cache_there_is_nothing_to_publish() -> None:
     with pytest.raises(ArgumentError, match="kv_events_config contradicts enable_prefix_caching=False"):
         resolve(kv_events_config=ON, enable_prefix_caching=False)
+
+
+def test_replicas_have_addresses_of_their_own() -> None:
+    config = KVEventsConfig("tcp://127.0.0.1:5557", "ipc:///run/kv")
+    assert config.of_replica(0) == config
+    assert config.of_replica(2) == KVEventsConfig("tcp://127.0.0.1:5559", "ipc:///run/kv_dp2")
+    free = KVEventsConfig("tcp://[::1]:*", "tcp://127.0.0.1:*")
+    assert free.of_replica(3) == free
+    free.check_replicas(64)
+    KVEventsConfig("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5560").check_replicas(3)
+    with pytest.raises(ArgumentError, match="4 replicas .* overlap"):
+        KVEventsConfig("tcp://127.0.0.1:5557", "tcp://localhost:5560").check_replicas(4)
+    with pytest.raises(ArgumentError, match="65536"):
+        KVEventsConfig("tcp://127.0.0.1:65535").check_replicas(2)

@@ -15,7 +15,13 @@ from tinyvllm.request import STRUCTURES, LoRARequest, SamplingParams, Structured
 MAX_TOKENS = {"generate": 256, "chat": 1024}  # defaults; less where the context ends earlier
 
 Option = tuple[str, dict[str, Any]]
-SHORT = {"--tensor-parallel-size": "-tp", "--pipeline-parallel-size": "-pp", "--context-parallel-size": "-cp"}  # vLLM's but for the last
+SHORT = {  # vLLM's but for -cp
+    "--tensor-parallel-size": "-tp",
+    "--pipeline-parallel-size": "-pp",
+    "--context-parallel-size": "-cp",
+    "--data-parallel-size": "-dp",
+    "--data-parallel-rank": "-dpn",
+}
 
 
 class AppendModel(argparse.Action):
@@ -54,6 +60,14 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
     (
         "--context-parallel-size",
         {"type": int, "metavar": "N", "help": "processes that divide the KV cache of each sequence: 1, 2, 4 or 8, on the CPU"},
+    ),
+    (
+        "--data-parallel-size",
+        {"type": int, "metavar": "N", "help": "engines with the whole model each, among which requests are divided (serve, batch)"},
+    ),
+    (
+        "--data-parallel-rank",
+        {"type": int, "metavar": "R", "help": "which of them this one is, where something else starts the others; default: starts them"},
     ),
     ("--dtype", {"metavar": "T", "help": f"data type of the computation: {', '.join(DTYPES)}"}),
     ("--max-model-len", {"type": int, "metavar": "N", "help": "maximum prompt plus answer, in tokens"}),

@@ -92,6 +92,9 @@ class EngineConfig(RankOptions):
     tensor_parallel_size    processes that share each layer, each with a part of every matrix: 1, 2, 4 or 8, on the CPU
     pipeline_parallel_size  runs of layers that the model is divided into, each in processes of its own, on the CPU
     context_parallel_size   processes that divide each sequence's keys and values, and attention to them: 1, 2, 4 or 8, on the CPU
+    data_parallel_size      engines with the whole model each, replicas, among which requests are divided (AsyncLLM, `serve`, `batch`): on
+                            the CPU with a part of the cores each, on GPUs with one GPU for each of their ranks
+    data_parallel_rank      which of the replicas this engine is, where something else starts the others; None starts them
     enable_lora             serve low-rank adapters (docs/lora.md): up to max_loras at the same time, of ranks up to max_lora_rank
     lora_experts            adapters may also change the experts that rows choose; a large one of those takes gigabytes
     lora_modules            names and folders of the adapters that are loaded at the start, which imply enable_lora. `resolve` also takes a
@@ -138,6 +141,8 @@ class EngineConfig(RankOptions):
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
+    data_parallel_size: int = 1
+    data_parallel_rank: int | None = None
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
@@ -186,6 +191,7 @@ class EngineConfig(RankOptions):
     def _check_combinations(self) -> None:
         self.check_devices()
         self.check_ranks()
+        self.check_replicas()
         self._check_block_size()
         self._check_adapters()
         if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
@@ -272,6 +278,8 @@ _INTEGERS: tuple[tuple[str, int, int | None], ...] = (
     ("kv_memory", 1, None),
     ("swap_space", 0, None),
     ("pipeline_parallel_size", 1, 64),
+    ("data_parallel_size", 1, 64),
+    ("data_parallel_rank", 0, 63),
     ("gpu_layers", 1, None),
     ("max_num_queued_reqs", 0, None),
     ("max_num_queued_tokens", 0, None),
@@ -283,6 +291,7 @@ _OPTIONAL = (
     "num_blocks",
     "kv_memory",
     "gpu_layers",
+    "data_parallel_rank",
     "max_num_queued_reqs",
     "max_num_queued_tokens",
     "seed",

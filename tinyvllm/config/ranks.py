@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tinyvllm.config.devices import kind_of
 from tinyvllm.errors import ArgumentError
+from tinyvllm.kv_events.config import KVEventsConfig
 
 PARALLEL_SIZES = (1, 2, 4, 8)  # of processes that share layers or contexts
 SHARED_BY_GPUS = ("CUDA",)  # kinds of devices of which several can share a model
@@ -20,6 +21,14 @@ class RankOptions:
     tensor_parallel_size: int
     pipeline_parallel_size: int
     context_parallel_size: int
+    data_parallel_size: int
+    data_parallel_rank: int | None
+    kv_events_config: KVEventsConfig | None
+
+    @property
+    def starts_replicas(self) -> bool:
+        """Whether the engine has other replicas, which it starts itself."""
+        return self.data_parallel_size > 1 and self.data_parallel_rank is None
 
     @property
     def num_ranks(self) -> int:
@@ -52,8 +61,9 @@ class RankOptions:
 
     @property
     def cpu_ranks(self) -> int:
-        """The processes that share the cores of the CPU."""
-        return len([device for device in self.devices if kind_of(device) == "CPU"]) if self.more_devices else self.num_ranks
+        """The processes that share the cores of the CPU, those of all replicas."""
+        of_one = len([device for device in self.devices if kind_of(device) == "CPU"]) if self.more_devices else self.num_ranks
+        return of_one * self.data_parallel_size
 
     def check_devices(self) -> None:
         """ArgumentError for devices that cannot share the layers of a model."""
@@ -78,6 +88,32 @@ class RankOptions:
             raise ArgumentError(
                 f"pipeline_parallel_size={self.pipeline_parallel_size} contradicts device={names}, of which each is a stage: leave it out"
             )
+
+    def require_one_engine(self) -> None:
+        """ArgumentError where the configuration wants replicas, for what has one engine."""
+        if self.starts_replicas:
+            raise ArgumentError(
+                f"data_parallel_size={self.data_parallel_size} is for AsyncLLM, serve and batch, which divide requests among engines, and "
+                "here is one: leave it out"
+            )
+
+    def check_replicas(self) -> None:
+        """ArgumentError for what replicas of an engine cannot do yet."""
+        size, rank = self.data_parallel_size, self.data_parallel_rank
+        if rank is not None and rank >= size:
+            raise ArgumentError(f"data_parallel_rank={rank} must be below data_parallel_size={size}: replicas are counted from 0")
+        if size == 1:
+            return
+        if self.more_devices or self.device not in ("auto", "CPU", *SHARED_BY_GPUS):
+            raise ArgumentError(
+                f"data_parallel_size={size}: replicas run on the CPU, or on GPUs of their own with device=CUDA (CUDA_VISIBLE_DEVICES says "
+                f"which), got device={self.device_names}: leave one of them out"
+            )
+        if self.kv_events_config is not None:
+            self.kv_events_config.check_replicas(size)
+        for name in ("record", "profile", "energy", "prefix_cache_dir"):
+            if self.starts_replicas and getattr(self, name):
+                raise ArgumentError(f"{name} is of one engine, and data_parallel_size={size} starts several: leave one of them out")
 
     def check_ranks(self) -> None:
         """ArgumentError for what several ranks cannot do yet."""

@@ -16,16 +16,16 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.config.engine import EngineConfig, resolve
 from tinyvllm.engine.fingerprint import Fingerprint
 from tinyvllm.engine.frontend import prefill_options, start_engine, submit, with_adapter
+from tinyvllm.engine.mailbox import Delivery, Mailbox, deliver
 from tinyvllm.engine.prompt import Encoded, Message, Prompt, default_sampling_params, encode_piece, encode_prompt, is_conversation, spread
 from tinyvllm.engine.segments import MAX_TRIES, PREFILL_PARAMS, Segment, eviction_error, output_token_ids, raise_if_failed
 from tinyvllm.engine.tools.trace_output import TraceMemory
-from tinyvllm.errors import ArgumentError, TinyvllmError
+from tinyvllm.errors import ArgumentError, RankError, TinyvllmError
 from tinyvllm.request import BeamSearchParams, LoRARequest, RequestOptions, RequestOutput, SamplingParams
 from tinyvllm.request.adapter import Adapter, check_adapter_name
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from tinyvllm.engine.engine import Engine
+    from tinyvllm.engine.replica import Replicas
     from tinyvllm.metrics import EnergyTotals, EngineMetrics, NoMetrics
     from tinyvllm.text.tokenizer import Tokenizer
 
@@ -53,7 +54,16 @@ class AsyncLLM:
         progress: Callable[[int, int, str], None] | None = None,
         **options: Any,
     ):
-        config = resolve(model, **options)
+        self._open(resolve(model, **options), progress)
+
+    @classmethod
+    def of_config(cls, config: EngineConfig) -> AsyncLLM:
+        """An AsyncLLM of a configuration that was resolved before."""
+        llm = cls.__new__(cls)
+        llm._open(config, None)
+        return llm
+
+    def _open(self, config: EngineConfig, progress: Callable[[int, int, str], None] | None) -> None:
         self._ids = itertools.count()
         self._wake = threading.Condition()
         self._commands: list[Callable[[Engine], None]] = []  # guarded by _wake
@@ -61,8 +71,10 @@ class AsyncLLM:
         self.profile_table: str | None = None  # of the option `profile`, once the engine has ended
         self._failure: BaseException | None = None  # why the thread ended, written before _closing
         self._on_failure: Callable[[BaseException], None] | None = None  # guarded by _wake
-        self._mailboxes: dict[str, _Mailbox] = {}  # by the engine's key; guarded by _wake
+        self._mailboxes: dict[str, Mailbox] = {}  # by the engine's key; guarded by _wake
         self._keys: dict[str, str] = {}  # the engine's keys of the request ids in use; guarded by _wake
+        self._replicas: Replicas | None = None  # the others, where there are several
+        self._lost: RankError | None = None  # why one of them ended; guarded by _wake
         loaded: Future[Engine] = Future()
         self._thread = threading.Thread(target=self._serve, args=(config, progress, loaded), name="tinyvllm-engine", daemon=True)
         self._thread.start()
@@ -99,7 +111,7 @@ class AsyncLLM:
         """
         params = spread(sampling_params, self.default_params, 1)[0]
         if lora_request is not None:
-            options = await self._call(lambda engine: with_adapter(engine, options, lora_request))
+            options = await self.options_with(options, lora_request)
         async with contextlib.aclosing(self._outputs(await self.encode(prompt), params, request_id, options)) as outputs:
             async for output in outputs:
                 yield output
@@ -116,13 +128,18 @@ class AsyncLLM:
         async with contextlib.aclosing(self._outputs(await self.encode(prompt), params, request_id, options)) as outputs:
             return [output async for output in outputs][-1]
 
+    async def options_with(self, options: RequestOptions | None, lora_request: LoRARequest) -> RequestOptions | None:
+        """The options of a request that wants an adapter, which is loaded if it was not."""
+        changed: RequestOptions | None = await self._call(lambda engine: with_adapter(engine, options, lora_request))
+        return changed
+
     @property
     def adapters(self) -> Mapping[str, Adapter]:
         """The adapters that requests may use now, by name; from any thread."""
         return self._adapters.loaded
 
     async def load_lora(self, name: str, path: str) -> None:
-        """LLM.load_lora while requests run: the files are read in a thread of their own."""
+        """LLM.load_lora while requests run: the files are read in a thread of their own. Other replicas load it for their first request."""
         check_adapter_name(name)
         prepared = await asyncio.to_thread(self._adapters.read, path)
         await self._call(lambda engine: engine.adapters.load(name, path, prepared))
@@ -130,6 +147,8 @@ class AsyncLLM:
     async def unload_lora(self, name: str) -> None:
         """LLM.unload_lora."""
         await self._call(lambda engine: engine.adapters.unload(name))
+        if self._replicas is not None:
+            await self._replicas.forget_lora(name)
 
     async def encode(self, prompt: Prompt | Sequence[Message]) -> Encoded:
         """The token ids of a prompt or conversation, and its text, in a thread: a long one must not stall the other callers."""
@@ -140,7 +159,18 @@ class AsyncLLM:
         """Embeddings float32 [N, E] of token ids: the mean of their hidden states, or the last one; of length 1 with `normalize`."""
         import numpy as np
 
-        return np.stack([await self._call(functools.partial(_embed, ids, pooling, normalize)) for ids in prompts])
+        if self._replicas is None:
+            return np.stack([await self._embed(ids, pooling, normalize) for ids in prompts])
+        shares = [prompts[number :: self.config.data_parallel_size] for number in range(self.config.data_parallel_size)]
+        others = asyncio.ensure_future(self._replicas.embed(shares[1:], pooling, normalize))
+        parts = [np.stack([await self._embed(ids, pooling, normalize) for ids in shares[0]]), *await others]
+        together = np.empty((len(prompts), parts[0].shape[1]), np.float32)
+        for number, part in enumerate(parts):
+            together[number :: self.config.data_parallel_size] = part
+        return together
+
+    async def _embed(self, token_ids: list[int], pooling: str, normalize: bool) -> np.ndarray:
+        return await self._call(functools.partial(_embed, token_ids, pooling, normalize))  # type: ignore[no-any-return]
 
     async def segment(
         self,
@@ -179,7 +209,7 @@ class AsyncLLM:
                 if await self._call(lambda engine: engine.segments.hold(segment)):
                     return segment
                 async with contextlib.aclosing(
-                    self._outputs(Encoded(None, segment.block_aligned_ids), PREFILL_PARAMS, None, prefill)
+                    self.own_outputs(Encoded(None, segment.block_aligned_ids), PREFILL_PARAMS, None, prefill)
                 ) as outputs:
                     async for output in outputs:
                         raise_if_failed(output)
@@ -214,13 +244,23 @@ class AsyncLLM:
             on_failure(failure)
 
     def status(self) -> dict[str, Any]:
-        """A snapshot of the engine, at most about a tenth of a second old while it works; see Engine.status."""
-        return self._status
+        """A snapshot of the engine, at most about a tenth of a second old while it works; see Engine.status. Counts of all replicas are
+        added, and `replicas` has each.
+        """
+        return self._status if self._replicas is None else self._replicas.together(self._status)
+
+    async def all_metrics(self) -> list[EngineMetrics | NoMetrics]:
+        """The metrics of each replica, this one's first."""
+        return [self.metrics, *(await self._replicas.metrics() if self._replicas is not None else [])]
 
     def predicted_wait(self) -> float:
         """Seconds until a short prompt would get its first token, predicted from the rates of the last steps."""
         wait: float = self._status["predicted_wait"]
-        return wait
+        return wait if self._replicas is None else self._replicas.predicted_wait(wait)
+
+    async def between_steps(self, function: Callable[[Engine], Any]) -> Any:
+        """The result of a function that the engine's thread runs between two steps."""
+        return await self._call(function)
 
     async def _call(self, function: Callable[[Engine], Any]) -> Any:
         """The result of a function that the engine's thread runs between two steps."""
@@ -248,12 +288,33 @@ class AsyncLLM:
     async def _outputs(
         self, encoded: Encoded, params: SamplingParams | BeamSearchParams, request_id: str | None, options: RequestOptions | None
     ) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of a request, by the replica that is to have it."""
+        replicas = self._replicas
+        replica = None if replicas is None else replicas.choose(encoded, params, options, len(self._mailboxes))
+        if replicas is None or replica is None:
+            outputs = self.own_outputs(encoded, params, request_id, options)
+        else:
+            mailbox = self._new_mailbox(request_id, params)
+            with self._wake:
+                self._check_open()
+                self._check_name(mailbox.name)
+            outputs = replicas.outputs(replica, mailbox, encoded, params, options)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    def _new_mailbox(self, request_id: str | None, params: SamplingParams | BeamSearchParams) -> Mailbox:
         number = next(self._ids)
         name = f"async-{number}" if request_id is None else request_id
+        return Mailbox(name, f"{name}#{number}", isinstance(params, SamplingParams) and params.output_kind == "delta")
+
+    async def own_outputs(
+        self, encoded: Encoded, params: SamplingParams | BeamSearchParams, request_id: str | None, options: RequestOptions | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of an encoded request that this engine computes; see `generate`."""
         if isinstance(params, SamplingParams) and _takes_preparation(params):
             await asyncio.to_thread(self._prepare, params)  # neither the event loop nor the engine's thread may wait for it
-        joins = isinstance(params, SamplingParams) and params.output_kind == "delta"
-        mailbox = _Mailbox(name, f"{name}#{number}", joins)
+        mailbox = self._new_mailbox(request_id, params)
         self._submit(mailbox, encoded, params, options)
         finished = False
         try:
@@ -304,6 +365,8 @@ class AsyncLLM:
             if (key := self._keys.get(request_id)) is not None:
                 self._commands.append(lambda engine: engine.abort(key))
                 self._wake.notify()
+        if self._replicas is not None:
+            self._replicas.abort(request_id)
 
     def close(self) -> None:
         """End the engine and its thread. Requests that still run get a TinyvllmError."""
@@ -319,24 +382,27 @@ class AsyncLLM:
             raise TinyvllmError(f"AsyncLLM: the engine has ended{f' ({self._failure})' if self._failure else ''}") from self._failure
 
     def _submit(
-        self, mailbox: _Mailbox, encoded: Encoded, params: SamplingParams | BeamSearchParams, options: RequestOptions | None
+        self, mailbox: Mailbox, encoded: Encoded, params: SamplingParams | BeamSearchParams, options: RequestOptions | None
     ) -> None:
         def add(engine: Engine) -> None:
             try:
                 submit(engine, mailbox.key, encoded, params, options)
             except TinyvllmError as error:
-                self._deliver([(mailbox, _in_callers_words(error, mailbox))])
+                self._deliver([(mailbox, mailbox.in_callers_words(error))])
 
         with self._wake:
             self._check_open()
-            if mailbox.name in self._keys:
-                raise ArgumentError(f"AsyncLLM: request_id {mailbox.name!r} is in use")
+            self._check_name(mailbox.name)
             self._mailboxes[mailbox.key] = mailbox
             self._keys[mailbox.name] = mailbox.key
             self._commands.append(add)
             self._wake.notify()
 
-    def _drop(self, mailbox: _Mailbox) -> None:
+    def _check_name(self, name: str) -> None:
+        if name in self._keys or (self._replicas is not None and name in self._replicas):
+            raise ArgumentError(f"AsyncLLM: request_id {name!r} is in use")
+
+    def _drop(self, mailbox: Mailbox) -> None:
         """The caller does not wait any more: the request id is free again, and a request that still runs is aborted."""
         with self._wake:
             if self._mailboxes.pop(mailbox.key, None) is not None:
@@ -348,7 +414,7 @@ class AsyncLLM:
     def _serve(self, config: EngineConfig, progress: Callable[[int, int, str], None] | None, loaded: Future[Engine]) -> None:
         """The engine's thread. It also builds the engine: tinygrad's state belongs to the thread that created it."""
         try:
-            engine = start_engine(config, progress)
+            engine = self._start(config, progress)
         except BaseException as error:
             loaded.set_exception(error)
             return
@@ -374,18 +440,40 @@ class AsyncLLM:
             self._deliver([(mailbox, failure) for mailbox in mailboxes])
             if config.profile is not None and engine.trace is not None:
                 self.profile_table = engine.trace.table.text()
+            if self._replicas is not None:
+                self._replicas.close() if self._failure is None else self._replicas.kill()
             try:
                 engine.close()
             except Exception as error:
                 log.error("the engine could not be closed", exc_info=error)
+
+    def _start(self, config: EngineConfig, progress: Callable[[int, int, str], None] | None) -> Engine:
+        """The engine, with the other replicas where there are several. These end with the thread that starts them (end_with_parent)."""
+        if not config.starts_replicas:
+            return start_engine(config, progress)
+        from tinyvllm.engine.replica import Replicas
+        from tinyvllm.runner.grid import replica_environments
+
+        environments = replica_environments(config)
+        engine = start_engine(config, progress)
+        self._replicas = Replicas(engine.config, engine.scheduler.pool.num_blocks, environments, self._lose)
+        return engine
+
+    def _lose(self, error: RankError) -> None:
+        """A replica has ended: so does this engine."""
+        with self._wake:
+            self._lost = error
+            self._wake.notify()
 
     def _run_commands(self, engine: Engine) -> bool:
         """Wait for work and run the callers' commands; False when it is time to end. An idle engine does its background work meanwhile."""
         pause: float | None = 0.0
         while True:
             with self._wake:
-                if not (self._commands or self._closing or engine.has_work()):
+                if not (self._commands or self._closing or self._lost or engine.has_work()):
                     self._wake.wait(pause)
+                if self._lost is not None:
+                    raise self._lost
                 if self._closing:
                     return False
                 commands, self._commands = self._commands, []
@@ -401,78 +489,17 @@ class AsyncLLM:
     def _publish(self, outputs: list[RequestOutput]) -> None:
         with self._wake:
             mailboxes = [(self._mailboxes.get(output.request_id), output) for output in outputs]
-        self._deliver([(mailbox, _result(output, mailbox)) for mailbox, output in mailboxes if mailbox is not None])
+        self._deliver([(mailbox, mailbox.result(output)) for mailbox, output in mailboxes if mailbox is not None])
 
-    def _deliver(self, results: Sequence[tuple[_Mailbox, RequestOutput | BaseException]]) -> None:
+    def _deliver(self, results: Sequence[Delivery]) -> None:
         """One wake-up per event loop and step, for any number of requests."""
-        loops: dict[asyncio.AbstractEventLoop, list[tuple[_Mailbox, RequestOutput | BaseException]]] = {}
-        for mailbox, result in results:
-            loops.setdefault(mailbox.loop, []).append((mailbox, result))
-        for loop, own in loops.items():
-            try:
-                loop.call_soon_threadsafe(_put_all, own)
-            except RuntimeError:  # that event loop was closed, and its callers are gone
-                for mailbox, _ in own:
-                    self._drop(mailbox)
-
-
-class _Mailbox:
-    """The newest output of one request, passed from the engine's thread to the coroutine that waits. Used in the event loop only.
-
-    One place rather than a queue: outputs are cumulative or can be joined, and a slow caller must not make them pile up. The engine knows
-    the request by `key`, which is never reused: `name` is the caller's request id, free for another request while the engine still
-    ends the old one.
-    """
-
-    def __init__(self, name: str, key: str, joins: bool) -> None:
-        self.name = name
-        self.key = key
-        self._joins = joins  # its outputs are deltas, none of which may be lost
-        self.loop = asyncio.get_running_loop()
-        self.over = False
-        self._arrived = asyncio.Event()
-        self._newest: RequestOutput | BaseException | None = None
-
-    def put(self, result: RequestOutput | BaseException) -> None:
-        if not self.over:
-            before = self._newest
-            if self._joins and isinstance(result, RequestOutput) and isinstance(before, RequestOutput):
-                result = before.joined(result)
-            self._newest = result
-            self.over = isinstance(result, BaseException) or result.finished
-            self._arrived.set()
-
-    async def take(self) -> RequestOutput:
-        await self._arrived.wait()
-        self._arrived.clear()
-        result, self._newest = self._newest, None
-        assert result is not None, "a mailbox woke its reader without a result"
-        if isinstance(result, BaseException):
-            raise result
-        return result
+        for mailbox in deliver(results):
+            self._drop(mailbox)
 
 
 def _takes_preparation(params: SamplingParams) -> bool:
     """Whether the constraints of a request may take longer to prepare than a thread takes to do it."""
     return params.structured_outputs is not None or bool(params.bad_words) or sum(map(len, params.stop or ())) > MAX_SHORT_STOPS
-
-
-def _result(output: RequestOutput, mailbox: _Mailbox) -> RequestOutput | BaseException:
-    """What the caller of a request gets for an output: the output under its own id, or the exception that ended the request."""
-    if output.failure is not None:
-        return _in_callers_words(output.failure, mailbox)
-    return replace(output, request_id=mailbox.name)
-
-
-def _in_callers_words(error: TinyvllmError, mailbox: _Mailbox) -> TinyvllmError:
-    """The caller knows its request id and not the key."""
-    error.args = (str(error).replace(mailbox.key, mailbox.name), *error.args[1:])
-    return error
-
-
-def _put_all(results: Sequence[tuple[_Mailbox, RequestOutput | BaseException]]) -> None:
-    for mailbox, result in results:
-        mailbox.put(result)
 
 
 def _embed(token_ids: list[int], pooling: str, normalize: bool, engine: Engine) -> np.ndarray:

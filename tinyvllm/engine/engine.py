@@ -84,7 +84,7 @@ class Engine:
         outside.cache_opened(scheduler.prefix)
         self.metrics = engine_metrics(
             config.served_model_name or config.model,
-            "0",
+            str(config.data_parallel_rank or 0),
             self.max_model_len,
             cache_facts(config, scheduler),
         )

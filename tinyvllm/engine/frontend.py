@@ -40,7 +40,8 @@ def start_engine(config: EngineConfig, progress: Progress | None) -> Engine:
         if config.kv_events_config is not None:
             from tinyvllm.engine.kv_events import CacheEvents
 
-            observers.append(CacheEvents(config.kv_events_config, config.block_size))
+            number = config.data_parallel_rank or 0
+            observers.append(CacheEvents(config.kv_events_config.of_replica(number), config.block_size, number))
         if config.profile is not None:
             from tinyvllm.engine.tools.trace_output import TraceFile
 

@@ -21,9 +21,9 @@ class CacheEvents(EngineObserver):
     subscriber asks for batches that are no longer kept, the whole cache is stated again in the same way.
     """
 
-    def __init__(self, config: KVEventsConfig, block_size: int) -> None:
-        """Opens the sockets: ArgumentError if that fails."""
-        self.publisher = Publisher(config, block_size)
+    def __init__(self, config: KVEventsConfig, block_size: int, rank: int = 0) -> None:
+        """Opens the sockets: ArgumentError if that fails. `rank` is the number of the replica, which batches have."""
+        self.publisher = Publisher(config, block_size, rank)
         self._collector = EventCollector()
         self._cache: PrefixCache | None = None
         self._restates = False

@@ -86,6 +86,7 @@ class LLM:
         if plan:
             self.plan = plan_engine(config, parse_size("memory", memory) if isinstance(memory, str) else memory, speed)
             return
+        config.require_one_engine()
         self._engine = start_engine(config, progress)
         self.settle()
         self.default_params = default_sampling_params(self.engine.model_folder)

@@ -21,8 +21,9 @@ try:
 except ImportError as error:
     raise ImportError(f"tinyvllm.integrations.ray needs the packages of the extra 'ray': pip install 'tinyvllm[ray]' ({error})") from error
 
+from tinyvllm.distributed.prefix_map import PrefixMap
 from tinyvllm.errors import ArgumentError, nearest
-from tinyvllm.integrations.prefix_map import PrefixMap, prompt_hashes
+from tinyvllm.integrations.prompt_hashes import prompt_hashes
 from tinyvllm.server.core.config import ServerConfig
 from tinyvllm.server.core.keys import read_keys
 from tinyvllm.server.core.limits import MAX_BODY

@@ -6,7 +6,7 @@ import ipaddress
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from tinyvllm.errors import ArgumentError, nearest
 from tinyvllm.lazy_dataclass import dataclass
@@ -103,6 +103,21 @@ class KVEventsConfig:
             if self.replay_endpoint == self.endpoint and not self.endpoint.endswith(":*"):
                 raise ArgumentError(f"kv_events_config: endpoint and replay_endpoint are both {self.endpoint!r}: give each its own port")
 
+    def of_replica(self, number: int) -> KVEventsConfig:
+        """The addresses of a replica, as vLLM counts them: ports from those of the first one on, paths with a suffix."""
+        replay = None if self.replay_endpoint is None else _of_replica(self.replay_endpoint, number)
+        return replace(self, endpoint=_of_replica(self.endpoint, number), replay_endpoint=replay)
+
+    def check_replicas(self, count: int) -> None:
+        """ArgumentError if replicas would share an address."""
+        names = [name for name in (self.endpoint, self.replay_endpoint) if name is not None and not name.endswith(":*")]
+        taken = [parse_endpoint("endpoint", _of_replica(name, number)).address for name in names for number in range(count)]
+        if len(set(taken)) < len(taken):
+            raise ArgumentError(
+                f"kv_events_config: {count} replicas take as many ports from endpoint={self.endpoint!r} and replay_endpoint="
+                f"{self.replay_endpoint!r} on, and these overlap: give ports that are {count} or more apart"
+            )
+
     def _check_endpoint(self, name: str, text: object) -> Endpoint:
         endpoint = parse_endpoint(name, text)
         if not endpoint.local and not self.allow_remote:
@@ -111,6 +126,15 @@ class KVEventsConfig:
                 'use tcp://127.0.0.1:PORT, or add "allow_remote": true if the network is private'
             )
         return endpoint
+
+
+def _of_replica(address: str, number: int) -> str:
+    if number == 0 or address.endswith(":*"):
+        return address
+    if address.startswith("ipc:"):
+        return f"{address}_dp{number}"
+    head, _, port = address.rpartition(":")
+    return f"{head}:{int(port) + number}"
 
 
 def parse(value: object) -> KVEventsConfig | None:

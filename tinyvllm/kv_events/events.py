@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 MEDIUM = "GPU"  # vLLM's word for the pool that steps compute on, whatever the device
-RANK = 0  # data-parallel
 
 
 @dataclass(slots=True)
@@ -81,9 +80,9 @@ def public_hash(hash: bytes) -> int:
     return int.from_bytes(hash[-8:], "big")
 
 
-def batch_of(events: list[Event], seconds: float, block_size: int) -> list[Any]:
+def batch_of(events: list[Event], seconds: float, block_size: int, rank: int) -> list[Any]:
     """The batch of some events as lists, maps and numbers, ready for MessagePack."""
-    return [seconds, [_event_map(event, block_size) for event in events], RANK]
+    return [seconds, [_event_map(event, block_size) for event in events], rank]
 
 
 def _event_map(event: Event, block_size: int) -> dict[str, Any]:

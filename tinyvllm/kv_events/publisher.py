@@ -33,7 +33,7 @@ log = logging.getLogger("tinyvllm")
 class Publisher:
     """The sockets of one engine. `publish` and `close` belong to the engine's thread, and never wait for a subscriber."""
 
-    def __init__(self, config: KVEventsConfig, block_size: int) -> None:
+    def __init__(self, config: KVEventsConfig, block_size: int, rank: int = 0) -> None:
         """ArgumentError if the extra `events` is not installed, or an endpoint cannot be used."""
         try:
             import msgspec
@@ -44,6 +44,7 @@ class Publisher:
             ) from error
         self._zmq, self._encode = zmq, msgspec.msgpack.Encoder().encode
         self._topic, self._block_size, self._max_queue = config.topic.encode(), block_size, config.max_queue_size
+        self._rank = rank
         self.num_lost = 0  # batches that found the queue full
         self.wants_all = False  # a subscriber wants batches that are no longer kept; written by the thread
         self._next = 0
@@ -148,7 +149,7 @@ class Publisher:
     def _send_batches(self) -> None:
         while self._queue:
             number, seconds, events = self._queue[0]
-            payload = self._encode(batch_of(events, seconds, self._block_size))
+            payload = self._encode(batch_of(events, seconds, self._block_size, self._rank))
             self._socket.send_multipart(
                 (self._topic, number.to_bytes(8, "big"), payload)
             )  # PUB drops for a slow subscriber, and never waits

@@ -49,6 +49,7 @@ class EngineTarget:
         rows = sweep.cost_rows if sweep.costs is None else ()
         options.setdefault("max_num_seqs", max(EngineConfig.max_num_seqs, *sweep.batch_sizes, *rows))
         self.config = resolve(options.pop("model", None), **options)
+        self.config.require_one_engine()
         self._drafters = OpenDrafters(open_drafters)
         self._controllers: dict[tuple[DrafterSpec, int | None, str], Controller] = {}
         self._num_requests = 0

@@ -9,11 +9,14 @@ import numpy as np
 from tinyvllm.backends.registry import backend_for
 from tinyvllm.config.devices import kind_of
 from tinyvllm.config.engine import EngineConfig
+from tinyvllm.config.ranks import SHARED_BY_GPUS
 from tinyvllm.config.switches import environment
 from tinyvllm.distributed.memory import Layout, SharedMemory
+from tinyvllm.errors import ArgumentError
 from tinyvllm.integers import ceil_div, round_up
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.placement import Placement, RankGroup
+from tinyvllm.runner.device import choose_device
 from tinyvllm.runner.prepare import power_bucket
 
 ATTENTION_PLACE = 1 << 20  # 4 MiB: more would leave the caches between two ranks
@@ -44,6 +47,21 @@ def rank_environments(config: EngineConfig) -> list[dict[str, str]]:
     if not config.on_gpus or backend is None:
         return [{}] * config.num_ranks
     return backend.rank_environments(config.num_ranks, bool(environment(os.environ).get("TINYVLLM_SHARE_GPUS")))
+
+
+def replica_environments(config: EngineConfig) -> list[dict[str, str]]:
+    """What each replica's process has in its environment in addition to this one: on GPUs as many of them as it has ranks. ArgumentError
+    where there are not enough.
+    """
+    device, count = choose_device(config.device), config.data_parallel_size
+    backend = backend_for(Placement(device))
+    if device == "CPU" or backend is None:
+        return [{}] * count
+    if kind_of(device) not in SHARED_BY_GPUS:
+        raise ArgumentError(f"data_parallel_size={count}: there is one {device} here; use --device CPU, or leave it out")
+    each = backend.rank_environments(count * config.num_ranks, bool(environment(os.environ).get("TINYVLLM_SHARE_GPUS")))
+    groups = [each[number * config.num_ranks : (number + 1) * config.num_ranks] for number in range(count)]
+    return [{name: ",".join(rank[name] for rank in ranks) for name in ranks[0]} for ranks in groups]
 
 
 def shared_layout(config: EngineConfig, model: ModelConfig) -> Layout:

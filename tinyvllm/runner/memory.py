@@ -91,14 +91,17 @@ def pool_blocks(
     kv_memory: int | None,
     drafter: DrafterMemory = NO_DRAFTER,
     free: int | None = None,
+    sharers: int = 1,
 ) -> int:
     """Blocks for the pool: as many as fit `kv_memory`, or else those that `wanted_tokens` need, within a share of the free memory.
 
     `wanted_tokens` is the total of all sequences at their maximum length; more could never be used. The drafter's cache counts, too.
     What a share of the free memory holds is rounded down, by less than a sixteenth: steps kept on disk are for one number of blocks, and
-    free memory differs a little from start to start. `free` is the free memory of a plan; None asks the device.
+    free memory differs a little from start to start. `free` is the free memory of a plan; None asks the device. `sharers` engines with the
+    same weights divide the share.
     """
     both = block_bytes + drafter.block
+    sharers = sharers if _device_free(device) is None else 1
     if kv_memory is not None:
         blocks = (kv_memory - drafter.own) // both
         if blocks < 1:
@@ -106,7 +109,7 @@ def pool_blocks(
         return blocks
     wanted = ceil_div(wanted_tokens, block_size)
     free = free_memory(device) if free is None else free
-    affordable = (int((free - drafter.weights) * KV_SHARE) - drafter.own) // both
+    affordable = (int((free - drafter.weights) * KV_SHARE / sharers) - drafter.own) // both
     if affordable < 1:
         more = ""
         if drafter.total(1):

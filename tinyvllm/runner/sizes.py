@@ -52,7 +52,8 @@ def pool_size(config: EngineConfig, opened: OpenedModel, drafter: DrafterMemory 
     if blocks is None:
         wanted = config.max_num_seqs * round_up(longest, size) * rows
         counted = places if config.kv_memory is None else together
-        blocks = min(pool_blocks(device, block, size, wanted, config.kv_memory, drafter, free) for device, block, free in counted)
+        given = size, wanted, config.kv_memory, drafter
+        blocks = min(pool_blocks(device, block, *given, free, config.data_parallel_size) for device, block, free in counted)
     if opened.leads:  # the others have what it has divided
         for device, block, free in places:
             check_room(device, blocks * block, drafter.total(blocks), free)

@@ -92,6 +92,7 @@ def plan_pull(config: EngineConfig, memory: int | None = None) -> Choice:
 
 def on_device(config: EngineConfig, memory: int | None, limit: str = "--memory") -> tuple[EngineConfig, int, str]:
     """The configuration with its device resolved, the bytes that a plan may use, and what limits them."""
+    config.require_one_engine()
     config = replace(config, device=start_device(config.device, cache_folder()))
     from tinyvllm.runner.memory import free_together
 

@@ -204,7 +204,8 @@ def header_of(config: EngineConfig, num_blocks: int, dtype: str, architecture: s
     from importlib.metadata import version  # it parses mail, which takes 10 ms
 
     settings = dataclasses.asdict(config) | {"num_blocks": num_blocks, "kv_memory": None, "record": None, "profile": None, "energy": False}
-    del settings["more_devices"]
+    for name in ("more_devices", "data_parallel_size", "data_parallel_rank"):
+        del settings[name]
     settings["device"] = config.device_names
     return {
         "format": FORMAT,

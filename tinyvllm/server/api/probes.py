@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinyvllm.metrics import registry_of
+from tinyvllm.metrics import NoMetrics, registry_of
 from tinyvllm.server.core.context import RequestContext, Service
 from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.response import json_response
@@ -90,5 +90,6 @@ async def metrics(request: Request) -> Response:
     """Prometheus text under vLLM's metric names."""
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-    registries = [llm.metrics for llm in _service(request).models.loaded().values() if llm.metrics.registry is not None]
-    return Response(generate_latest(registry_of(registries)), media_type=CONTENT_TYPE_LATEST)
+    engines = [engine for llm in _service(request).models.loaded().values() for engine in await llm.all_metrics()]
+    found = [engine for engine in engines if not isinstance(engine, NoMetrics)]
+    return Response(generate_latest(registry_of(found)), media_type=CONTENT_TYPE_LATEST)

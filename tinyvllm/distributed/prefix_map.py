@@ -1,41 +1,26 @@
-"""Which replica has computed which beginning of a prompt: hashes of prompts, and a bounded map of them. Knows no Ray and no tokens.
+"""Which replica has computed which beginning of a prompt: hashes of prompts, and a bounded map of them. Knows no Ray and no engine.
 
-A prompt is hashed as the bytes that a request has, in pieces, each with the hash before it: the chaining of the prefix cache
-(tinyvllm/cache/prefix.py) without a tokenizer, so that a router needs no model.
+A prompt is hashed in pieces of its bytes, each with the hash before it: the chaining of the prefix cache (tinyvllm/cache/prefix.py).
 """
 
 from __future__ import annotations
 
-import json
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any
 
-PIECE_BYTES = 256  # of a prompt, about 4 blocks of 16 tokens
+PIECE_BYTES = 256  # of a prompt: 64 token ids, or about as many tokens of text
 MAX_PIECES = 256  # of one prompt; what follows does not count
 MAX_ENTRIES = 200_000  # hashes in a map, about 200 bytes each
 MAX_EXCESS = 8  # requests that the replica with the prefix may have more than the least busy one
 MAX_SHARE = 1.25  # of the mean number of pieces of a replica, that one may have before new prompts go to another
 _HASH_BYTES = 16
-# Fields of all APIs that make a prompt, in the order in which templates use them.
-_FIELDS = ("model", "segments", "tools", "system", "instructions", "messages", "prompt", "input", "input_prefix", "text", "inputs")
 
 
-def prompt_hashes(body: bytes, owner: bytes = b"") -> list[bytes]:
-    """The hashes of the beginnings of a request's prompt, the shortest first; none for a body without a prompt.
-
-    owner  what keeps its prefixes apart, such as the API key of the request; a `cache_salt` of the body does so, too
-    """
-    try:
-        data = json.loads(body)
-    except (ValueError, RecursionError):
-        return []
-    if not isinstance(data, dict):
-        return []
-    prompt = _prompt_bytes(data)
-    salt = repr(data.get("cache_salt")).encode("utf-8", "surrogatepass")
-    parent = blake2b(owner + b"\0" + salt, digest_size=_HASH_BYTES, person=b"salt").digest()
+def chained_hashes(prompt: bytes, salt: bytes) -> list[bytes]:
+    """The hashes of the beginnings of a prompt, the shortest first; none for an empty one. Prompts with another salt share none."""
+    parent = blake2b(salt, digest_size=_HASH_BYTES, person=b"salt").digest()
     hashes: list[bytes] = []
     for start in range(0, min(len(prompt) // PIECE_BYTES, MAX_PIECES) * PIECE_BYTES, PIECE_BYTES):
         parent = blake2b(parent + prompt[start : start + PIECE_BYTES], digest_size=_HASH_BYTES).digest()
@@ -45,14 +30,13 @@ def prompt_hashes(body: bytes, owner: bytes = b"") -> list[bytes]:
     return hashes
 
 
-def _prompt_bytes(data: Mapping[str, Any]) -> bytes:
-    parts: list[bytes] = []
-    for name in _FIELDS:
-        if (value := data.get(name)) is not None:
-            # message by message: the end of a conversation must not change the bytes of its beginning
-            values = value if isinstance(value, list) else [value]
-            parts += [name.encode(), *(json.dumps(one, sort_keys=True).encode() for one in values)]
-    return b"\0".join(parts)
+def token_hashes(token_ids: Sequence[int], salt: str | None) -> list[bytes]:
+    """`chained_hashes` of a prompt of token ids, none for ids beyond 32 bits. Requests share cached prefixes with those of one salt."""
+    try:
+        prompt = array("i", token_ids).tobytes()
+    except (OverflowError, TypeError):
+        return []
+    return chained_hashes(prompt, repr(salt).encode("utf-8", "surrogatepass"))
 
 
 class PrefixMap:

@@ -1,42 +1,24 @@
-"""Hashes of prompts, and which replica a prompt goes to."""
+"""Hashes of prompts of tokens, and which replica a prompt goes to."""
 
 from __future__ import annotations
 
-import json
-
-from tinyvllm.integrations.prefix_map import MAX_PIECES, PIECE_BYTES, PrefixMap, prompt_hashes
+from tinyvllm.distributed.prefix_map import MAX_PIECES, PrefixMap, chained_hashes, token_hashes
 
 LONG = "a prompt of some length, " * 40
 
 
-def hashes(text: str, **fields: object) -> list[bytes]:
-    return prompt_hashes(json.dumps({"prompt": text, **fields}).encode())
+def hashes(text: str) -> list[bytes]:
+    return chained_hashes(text.encode(), b"")
 
 
-def chat(*texts: str) -> list[bytes]:
-    return prompt_hashes(json.dumps({"messages": [{"role": "user", "content": text} for text in texts]}).encode())
-
-
-def test_hashes_agree_as_far_as_prompts_do() -> None:
-    first, second = hashes(LONG + "x" * 600), hashes(LONG + "y" * 600)
-    same = sum(a == b for a, b in zip(first, second))
-    assert same == len(LONG) // PIECE_BYTES and first[same] != second[same] and len(first) == len(second) > same
-    assert hashes(LONG, temperature=0.5, max_tokens=3) == hashes(LONG)
-    turn = chat(LONG, "b")
-    assert chat(LONG, "b", "c" * 300)[: len(turn)] == turn
-
-
-def test_owners_and_salts_keep_prefixes_apart() -> None:
-    body = json.dumps({"prompt": LONG}).encode()
-    flat = [prompt_hashes(body)[0], prompt_hashes(body, b"Bearer a")[0], hashes(LONG, cache_salt="s")[0], hashes(LONG, model="m")[0]]
-    assert len(set(flat)) == 4
-
-
-def test_any_body_has_bounded_hashes() -> None:
-    assert prompt_hashes(b"") == prompt_hashes(b"[" * 100_000) == prompt_hashes(b"[1]") == prompt_hashes(b"\xff") == []
-    assert prompt_hashes(b'{"prompt": null}') == [] and prompt_hashes(b"{}") == []
-    assert len(hashes("short")) == 1 and len(hashes("x" * 10_000_000)) == MAX_PIECES
-    assert prompt_hashes(b'{"prompt": [1, 2, {"a": "\\ud800"}]}')
+def test_hashes_of_tokens() -> None:
+    """They agree as far as the tokens do, in pieces of 64, and with another salt not at all."""
+    first, second = token_hashes([*range(200), 1], None), token_hashes([*range(200), 2, 3], None)
+    assert len(first) == len(second) == 3 and first == second
+    assert token_hashes([*range(150), *range(200)], None)[:2] == first[:2] != token_hashes([*range(1, 201)], None)[:2]
+    assert not {*first} & {*token_hashes([*range(200)], "salt")}
+    assert len(token_hashes([5], None)) == 1 and token_hashes([], None) == [] and len(token_hashes([1] * 100_000, None)) == MAX_PIECES
+    assert token_hashes([1 << 40], None) == []  # no token of any model: the engine says so
 
 
 def test_a_prompt_goes_where_its_beginning_was_computed() -> None:
