@@ -35,13 +35,13 @@ async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
 def watch(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> list[RequestOutput]:
     """Every output of the engine from now on, for all requests."""
     seen: list[RequestOutput] = []
-    publish = llm._publish
+    publish = llm._own.publish
 
     def note(outputs: list[RequestOutput]) -> None:
         seen.extend(outputs)
         publish(outputs)
 
-    monkeypatch.setattr(llm, "_publish", note)
+    monkeypatch.setattr(llm._own, "publish", note)
     return seen
 
 
@@ -94,7 +94,7 @@ def test_a_cancelled_caller_aborts_its_request(llm: AsyncLLM, monkeypatch: pytes
             await task
         count = len(seen)
         assert (await end_of_request(seen)).outputs[0].finish_reason == "abort"
-        assert len(seen) <= count + 2 and llm._mailboxes == {}  # the step that ran, and the one that tells of the end
+        assert len(seen) <= count + 2 and llm._own.mailboxes == {}  # the step that ran, and the one that tells of the end
 
     asyncio.run(run())
 
@@ -106,7 +106,7 @@ def test_leaving_the_iteration_aborts_the_request(llm: AsyncLLM, monkeypatch: py
         async for _ in llm.generate("hello", LONG):
             break
         assert (await end_of_request(seen)).outputs[0].finish_reason == "abort"
-        assert llm._mailboxes == {}
+        assert llm._own.mailboxes == {}
 
     asyncio.run(run())
 
@@ -153,12 +153,12 @@ def test_a_name_is_free_as_soon_as_its_request_was_left(llm: AsyncLLM) -> None:
             assert {(output.request_id, output.prompt) for output in outputs} == {("again", "b")}
             assert outputs[-1].outputs[0].token_ids == alone and outputs[-1].outputs[0].finish_reason == "length"
             task = asyncio.create_task(last(llm.generate("hello", LONG, request_id="again")))
-            while not llm._mailboxes:
+            while not llm._own.mailboxes:
                 await asyncio.sleep(0.001)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        assert llm._mailboxes == {}
+        assert llm._own.mailboxes == {}
         with pytest.raises(RequestError, match="request again: token id 999"):
             await anext(llm.generate({"prompt_token_ids": [999]}, GREEDY, request_id="again"))
 
@@ -167,7 +167,7 @@ def test_a_name_is_free_as_soon_as_its_request_was_left(llm: AsyncLLM) -> None:
 
 def test_an_output_of_the_old_request_does_not_reach_the_new_one(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's thread ends a step after the name has changed hands."""
-    publish, held, go = llm._publish, threading.Event(), threading.Event()
+    publish, held, go = llm._own.publish, threading.Event(), threading.Event()
 
     def late(outputs: list[RequestOutput]) -> None:
         if outputs[0].prompt == "hello" and len(outputs[0].outputs[0].token_ids) > 3:
@@ -175,7 +175,7 @@ def test_an_output_of_the_old_request_does_not_reach_the_new_one(llm: AsyncLLM, 
             go.wait(60)
         publish(outputs)
 
-    monkeypatch.setattr(llm, "_publish", late)
+    monkeypatch.setattr(llm._own, "publish", late)
 
     async def run() -> None:
         left = llm.generate("hello", LONG, request_id="again")
@@ -183,7 +183,7 @@ def test_an_output_of_the_old_request_does_not_reach_the_new_one(llm: AsyncLLM, 
         assert await asyncio.to_thread(held.wait, 60)
         await left.aclose()
         new = asyncio.create_task(last(llm.generate("b", GREEDY, request_id="again")))
-        while not (llm._mailboxes or new.done()):  # done: where the machine stood still for longer than the engine was held
+        while not (llm._own.mailboxes or new.done()):  # done: where the machine stood still for longer than the engine was held
             await asyncio.sleep(0.001)
         go.set()
         assert (await new).prompt == "b"
@@ -227,7 +227,7 @@ def test_closing(tiny_model: Path) -> None:
 
     async def run() -> None:
         running = asyncio.create_task(last(llm.generate("hello", LONG)))
-        while not llm._mailboxes:  # until it is submitted
+        while not llm._own.mailboxes:  # until it is submitted
             await asyncio.sleep(0.001)
         await asyncio.to_thread(llm.close)
         with pytest.raises(TinyvllmError, match="closed while the request ran"):
@@ -237,7 +237,7 @@ def test_closing(tiny_model: Path) -> None:
 
     asyncio.run(run())
     llm.close()
-    assert not llm._thread.is_alive()
+    assert not llm._own.thread.is_alive()
 
 
 def test_a_start_does_not_wait_for_the_digest_of_a_large_model(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -379,7 +379,7 @@ def test_words_are_tokenised_in_neither_the_event_loop_nor_the_engines_thread(ti
 
     asyncio.run(run())
     assert len(threads) == 2 * 16 + 1, "each word with and without a space, all stop strings at once, for both requests together"
-    assert not {llm._thread, threading.current_thread()}.intersection(threads)
+    assert not {llm._own.thread, threading.current_thread()}.intersection(threads)
     llm.close()
 
 

@@ -113,7 +113,7 @@ def test_a_server_captures_while_it_is_idle_and_still_serves_at_once(tiny_model)
                 last = output
             assert last.finished
             deadline = time.monotonic() + 300
-            while await llm._call(lambda engine: engine._warmup is not None):
+            while await llm.between_steps(lambda engine: engine._warmup is not None):
                 assert time.monotonic() < deadline, "the warm-up never ends"
                 await asyncio.sleep(0.05)
         finally:

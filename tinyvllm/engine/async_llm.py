@@ -12,20 +12,18 @@ import functools
 import itertools
 import logging
 import os
-import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.config.engine import EngineConfig, resolve
+from tinyvllm.engine.engine_thread import EngineThread
 from tinyvllm.engine.fingerprint import Fingerprint
-from tinyvllm.engine.frontend import prefill_options, start_engine, submit, with_adapter
-from tinyvllm.engine.mailbox import Delivery, Mailbox, deliver
+from tinyvllm.engine.frontend import prefill_options, start_engine, with_adapter
+from tinyvllm.engine.mailbox import Mailbox
 from tinyvllm.engine.prompt import Encoded, Message, Prompt, default_sampling_params, encode_piece, encode_prompt, is_conversation, spread
 from tinyvllm.engine.segments import MAX_TRIES, PREFILL_PARAMS, Segment, eviction_error, output_token_ids, raise_if_failed
 from tinyvllm.engine.tools.trace_output import TraceMemory
-from tinyvllm.errors import ArgumentError, RankError, TinyvllmError
+from tinyvllm.errors import ArgumentError
 from tinyvllm.request import BeamSearchParams, LoRARequest, RequestOptions, RequestOutput, SamplingParams
 from tinyvllm.request.adapter import Adapter, check_adapter_name
 
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("tinyvllm")
 
 MAX_SHORT_STOPS = 500  # characters of stop strings that the engine's thread prepares itself, in half a millisecond
-STATUS_INTERVAL = 0.1  # seconds between two snapshots of the engine's state
 
 
 class AsyncLLM:
@@ -65,23 +62,12 @@ class AsyncLLM:
 
     def _open(self, config: EngineConfig, progress: Callable[[int, int, str], None] | None) -> None:
         self._ids = itertools.count()
-        self._wake = threading.Condition()
-        self._commands: list[Callable[[Engine], None]] = []  # guarded by _wake
-        self._closing = False  # guarded by _wake
         self.profile_table: str | None = None  # of the option `profile`, once the engine has ended
-        self._failure: BaseException | None = None  # why the thread ended, written before _closing
-        self._on_failure: Callable[[BaseException], None] | None = None  # guarded by _wake
-        self._mailboxes: dict[str, Mailbox] = {}  # by the engine's key; guarded by _wake
-        self._keys: dict[str, str] = {}  # the engine's keys of the request ids in use; guarded by _wake
         self._replicas: Replicas | None = None  # the others, where there are several
-        self._lost: RankError | None = None  # why one of them ended; guarded by _wake
-        loaded: Future[Engine] = Future()
-        self._thread = threading.Thread(target=self._serve, args=(config, progress, loaded), name="tinyvllm-engine", daemon=True)
-        self._thread.start()
-        engine = loaded.result()
-        engine.segments.submit = self._run_soon
+        self._own = EngineThread(lambda thread: self._build(thread, config, progress), self._on_end)
+        engine = self._own.engine
+        engine.segments.submit = self._own.run_soon
         self.metrics: EngineMetrics | NoMetrics = engine.metrics
-        self._status = engine.status()
         self._prepare, self._compile = engine.constraints.prepare, engine.constraints.compile
         self.config: EngineConfig = engine.config
         self.max_model_len: int = engine.max_model_len
@@ -91,7 +77,31 @@ class AsyncLLM:
         self._fingerprint = Fingerprint(engine)
         self.tokenizer: Tokenizer | None = engine.tokenizer
         self.default_params = default_sampling_params(engine.model_folder)
+        del self._own.engine  # it is the thread's
         atexit.register(self.close)  # a daemon thread in native code crashes an interpreter that exits
+
+    def _build(self, thread: EngineThread, config: EngineConfig, progress: Callable[[int, int, str], None] | None) -> Engine:
+        """The engine, with the other replicas where there are several. These end with the thread that starts them (end_with_parent)."""
+        if not config.starts_replicas:
+            return start_engine(config, progress)
+        from tinyvllm.engine.replica import Replicas
+        from tinyvllm.runner.grid import replica_environments
+
+        environments = replica_environments(config)
+        engine = start_engine(config, progress)
+        try:
+            self._replicas = Replicas(engine.config, engine.scheduler.pool.num_blocks, environments, thread.end_with)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def _on_end(self, engine: Engine, failure: BaseException | None) -> None:
+        """In the engine's thread, before it closes the engine."""
+        if engine.config.profile is not None and engine.trace is not None:
+            self.profile_table = engine.trace.table.text()
+        if self._replicas is not None:
+            self._replicas.close() if failure is None else self._replicas.kill()
 
     async def generate(
         self,
@@ -130,23 +140,24 @@ class AsyncLLM:
 
     async def options_with(self, options: RequestOptions | None, lora_request: LoRARequest) -> RequestOptions | None:
         """The options of a request that wants an adapter, which is loaded if it was not."""
-        changed: RequestOptions | None = await self._call(lambda engine: with_adapter(engine, options, lora_request))
+        changed: RequestOptions | None = await self._own.call(lambda engine: with_adapter(engine, options, lora_request))
         return changed
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
         """The adapters that requests may use now, by name; from any thread."""
-        return self._adapters.loaded
+        loaded: Mapping[str, Adapter] = self._adapters.loaded
+        return loaded
 
     async def load_lora(self, name: str, path: str) -> None:
         """LLM.load_lora while requests run: the files are read in a thread of their own. Other replicas load it for their first request."""
         check_adapter_name(name)
         prepared = await asyncio.to_thread(self._adapters.read, path)
-        await self._call(lambda engine: engine.adapters.load(name, path, prepared))
+        await self._own.call(lambda engine: engine.adapters.load(name, path, prepared))
 
     async def unload_lora(self, name: str) -> None:
         """LLM.unload_lora."""
-        await self._call(lambda engine: engine.adapters.unload(name))
+        await self._own.call(lambda engine: engine.adapters.unload(name))
         if self._replicas is not None:
             await self._replicas.forget_lora(name)
 
@@ -170,7 +181,7 @@ class AsyncLLM:
         return together
 
     async def _embed(self, token_ids: list[int], pooling: str, normalize: bool) -> np.ndarray:
-        return await self._call(functools.partial(_embed, token_ids, pooling, normalize))  # type: ignore[no-any-return]
+        return await self._own.call(functools.partial(_embed, token_ids, pooling, normalize))  # type: ignore[no-any-return]
 
     async def segment(
         self,
@@ -192,7 +203,7 @@ class AsyncLLM:
 
     async def segments(self) -> list[Segment]:
         """The segments that are held, the oldest first."""
-        return list(await self._call(lambda engine: list(engine.segments)))
+        return list(await self._own.call(lambda engine: list(engine.segments)))
 
     async def _hold(
         self,
@@ -202,11 +213,11 @@ class AsyncLLM:
         cache_salt: str | None,
         options: RequestOptions | None = None,
     ) -> Segment:
-        segment: Segment = await self._call(lambda engine: engine.segments.new(token_ids, leading_ids, after, cache_salt))
+        segment: Segment = await self._own.call(lambda engine: engine.segments.new(token_ids, leading_ids, after, cache_salt))
         prefill = prefill_options(segment, options)
         try:
             for _ in range(MAX_TRIES):
-                if await self._call(lambda engine: engine.segments.hold(segment)):
+                if await self._own.call(lambda engine: engine.segments.hold(segment)):
                     return segment
                 async with contextlib.aclosing(
                     self.own_outputs(Encoded(None, segment.block_aligned_ids), PREFILL_PARAMS, None, prefill)
@@ -218,17 +229,10 @@ class AsyncLLM:
             raise
         raise eviction_error(segment)
 
-    def _run_soon(self, command: Callable[[], None]) -> None:
-        """Run a function in the engine's thread between two steps."""
-        with self._wake:
-            if not self._closing:
-                self._commands.append(lambda engine: command())
-                self._wake.notify()
-
     @property
     def alive(self) -> bool:
         """Whether the engine still serves. If it does not, each call raises the error that ended it."""
-        return not self._closing
+        return self._own.alive
 
     @property
     def fingerprint(self) -> str | None:
@@ -237,17 +241,13 @@ class AsyncLLM:
 
     def watch(self, on_failure: Callable[[BaseException], None]) -> None:
         """Have `on_failure` called, from any thread, with the exception that ends the engine; at once if one has. `close` is none."""
-        with self._wake:
-            self._on_failure = on_failure
-            failure = self._failure if self._closing else None
-        if failure is not None:
-            on_failure(failure)
+        self._own.watch(on_failure)
 
     def status(self) -> dict[str, Any]:
         """A snapshot of the engine, at most about a tenth of a second old while it works; see Engine.status. Counts of all replicas are
         added, and `replicas` has each.
         """
-        return self._status if self._replicas is None else self._replicas.together(self._status)
+        return self._own.status if self._replicas is None else self._replicas.together(self._own.status)
 
     async def all_metrics(self) -> list[EngineMetrics | NoMetrics]:
         """The metrics of each replica, this one's first."""
@@ -255,58 +255,27 @@ class AsyncLLM:
 
     def predicted_wait(self) -> float:
         """Seconds until a short prompt would get its first token, predicted from the rates of the last steps."""
-        wait: float = self._status["predicted_wait"]
+        wait: float = self._own.status["predicted_wait"]
         return wait if self._replicas is None else self._replicas.predicted_wait(wait)
 
     async def between_steps(self, function: Callable[[Engine], Any]) -> Any:
         """The result of a function that the engine's thread runs between two steps."""
-        return await self._call(function)
-
-    async def _call(self, function: Callable[[Engine], Any]) -> Any:
-        """The result of a function that the engine's thread runs between two steps."""
-        loop = asyncio.get_running_loop()
-        answer = loop.create_future()
-
-        def settle(result: Any, error: BaseException | None) -> None:
-            if not answer.done():
-                answer.set_result(result) if error is None else answer.set_exception(error)
-
-        def command(engine: Engine) -> None:
-            try:
-                result, error = function(engine), None
-            except Exception as failed:
-                result, error = None, failed
-            with contextlib.suppress(RuntimeError):  # the loop was closed, and its callers are gone
-                loop.call_soon_threadsafe(settle, result, error)
-
-        with self._wake:
-            self._check_open()
-            self._commands.append(command)
-            self._wake.notify()
-        return await answer
+        return await self._own.call(function)
 
     async def _outputs(
         self, encoded: Encoded, params: SamplingParams | BeamSearchParams, request_id: str | None, options: RequestOptions | None
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a request, by the replica that is to have it."""
         replicas = self._replicas
-        replica = None if replicas is None else replicas.choose(encoded, params, options, len(self._mailboxes))
+        replica = None if replicas is None else replicas.choose(encoded, params, options, len(self._own.mailboxes))
         if replicas is None or replica is None:
             outputs = self.own_outputs(encoded, params, request_id, options)
         else:
-            mailbox = self._new_mailbox(request_id, params)
-            with self._wake:
-                self._check_open()
-                self._check_name(mailbox.name)
-            outputs = replicas.outputs(replica, mailbox, encoded, params, options)
+            self._own.check_open()
+            outputs = replicas.outputs(replica, self._new_mailbox(request_id, params), encoded, params, options)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
-
-    def _new_mailbox(self, request_id: str | None, params: SamplingParams | BeamSearchParams) -> Mailbox:
-        number = next(self._ids)
-        name = f"async-{number}" if request_id is None else request_id
-        return Mailbox(name, f"{name}#{number}", isinstance(params, SamplingParams) and params.output_kind == "delta")
 
     async def own_outputs(
         self, encoded: Encoded, params: SamplingParams | BeamSearchParams, request_id: str | None, options: RequestOptions | None
@@ -314,20 +283,21 @@ class AsyncLLM:
         """The outputs of an encoded request that this engine computes; see `generate`."""
         if isinstance(params, SamplingParams) and _takes_preparation(params):
             await asyncio.to_thread(self._prepare, params)  # neither the event loop nor the engine's thread may wait for it
-        mailbox = self._new_mailbox(request_id, params)
-        self._submit(mailbox, encoded, params, options)
-        finished = False
-        try:
-            while not finished:
-                output = await mailbox.take()
-                finished = output.finished
+        async with contextlib.aclosing(self._own.outputs(self._new_mailbox(request_id, params), encoded, params, options)) as outputs:
+            async for output in outputs:
                 yield output
-        finally:
-            self._drop(mailbox)
+
+    def _new_mailbox(self, request_id: str | None, params: SamplingParams | BeamSearchParams) -> Mailbox:
+        """ArgumentError if a request of this id is running."""
+        number = next(self._ids)
+        name = f"async-{number}" if request_id is None else request_id
+        if name in self._own or (self._replicas is not None and name in self._replicas):
+            raise ArgumentError(f"AsyncLLM: request_id {name!r} is in use")
+        return Mailbox(name, f"{name}#{number}", isinstance(params, SamplingParams) and params.output_kind == "delta")
 
     async def energy(self) -> EnergyTotals | None:
         """The joules of all steps up to now; None without the option `energy`."""
-        totals: EnergyTotals | None = await self._call(lambda engine: None if engine.energy is None else engine.energy.read())
+        totals: EnergyTotals | None = await self._own.call(lambda engine: None if engine.energy is None else engine.energy.read())
         return totals
 
     async def trace(self, steps: int, seconds: float) -> str:
@@ -341,12 +311,12 @@ class AsyncLLM:
             with contextlib.suppress(RuntimeError):  # the loop was closed
                 loop.call_soon_threadsafe(ended.set)
 
-        trace = await self._call(lambda engine: start_trace(engine, output, steps, on_end))
+        trace = await self._own.call(lambda engine: start_trace(engine, output, steps, on_end))
         try:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), seconds)
         finally:
-            await asyncio.shield(self._call(lambda engine: stop_trace(engine, trace)))
+            await asyncio.shield(self._own.call(lambda engine: stop_trace(engine, trace)))
         return output.text()
 
     async def ignored_keywords(self, params: SamplingParams) -> tuple[str, ...]:
@@ -361,140 +331,15 @@ class AsyncLLM:
 
     def abort(self, request_id: str) -> None:
         """End a request; its caller gets the last output, with finish_reason "abort". Unknown ids have finished: ignored."""
-        with self._wake:
-            if (key := self._keys.get(request_id)) is not None:
-                self._commands.append(lambda engine: engine.abort(key))
-                self._wake.notify()
+        self._own.abort(request_id)
         if self._replicas is not None:
             self._replicas.abort(request_id)
 
     def close(self) -> None:
         """End the engine and its thread. Requests that still run get a TinyvllmError."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        self._thread.join()
+        self._own.close()
         self._fingerprint.close()
         atexit.unregister(self.close)
-
-    def _check_open(self) -> None:
-        if self._closing:
-            raise TinyvllmError(f"AsyncLLM: the engine has ended{f' ({self._failure})' if self._failure else ''}") from self._failure
-
-    def _submit(
-        self, mailbox: Mailbox, encoded: Encoded, params: SamplingParams | BeamSearchParams, options: RequestOptions | None
-    ) -> None:
-        def add(engine: Engine) -> None:
-            try:
-                submit(engine, mailbox.key, encoded, params, options)
-            except TinyvllmError as error:
-                self._deliver([(mailbox, mailbox.in_callers_words(error))])
-
-        with self._wake:
-            self._check_open()
-            self._check_name(mailbox.name)
-            self._mailboxes[mailbox.key] = mailbox
-            self._keys[mailbox.name] = mailbox.key
-            self._commands.append(add)
-            self._wake.notify()
-
-    def _check_name(self, name: str) -> None:
-        if name in self._keys or (self._replicas is not None and name in self._replicas):
-            raise ArgumentError(f"AsyncLLM: request_id {name!r} is in use")
-
-    def _drop(self, mailbox: Mailbox) -> None:
-        """The caller does not wait any more: the request id is free again, and a request that still runs is aborted."""
-        with self._wake:
-            if self._mailboxes.pop(mailbox.key, None) is not None:
-                del self._keys[mailbox.name]
-            if not mailbox.over:
-                self._commands.append(lambda engine: engine.abort(mailbox.key))
-                self._wake.notify()
-
-    def _serve(self, config: EngineConfig, progress: Callable[[int, int, str], None] | None, loaded: Future[Engine]) -> None:
-        """The engine's thread. It also builds the engine: tinygrad's state belongs to the thread that created it."""
-        try:
-            engine = self._start(config, progress)
-        except BaseException as error:
-            loaded.set_exception(error)
-            return
-        loaded.set_result(engine)
-        last_status = 0.0
-        failure: BaseException = TinyvllmError("AsyncLLM: the engine was closed while the request ran")
-        try:
-            while self._run_commands(engine):
-                self._publish(engine.step())
-                engine.between_steps()
-                if (now := time.monotonic()) > last_status + STATUS_INTERVAL or not engine.has_work():
-                    self._status, last_status = engine.status(), now
-        except BaseException as error:
-            log.critical("the engine ends: %s", type(error).__name__, exc_info=error)
-            failure = self._failure = error
-        finally:
-            with self._wake:
-                self._closing = True
-                mailboxes, self._mailboxes, self._keys = list(self._mailboxes.values()), {}, {}
-                on_failure = self._on_failure
-            if self._failure is not None and on_failure is not None:
-                on_failure(self._failure)  # first: a caller that has its error finds the server in the state that follows from it
-            self._deliver([(mailbox, failure) for mailbox in mailboxes])
-            if config.profile is not None and engine.trace is not None:
-                self.profile_table = engine.trace.table.text()
-            if self._replicas is not None:
-                self._replicas.close() if self._failure is None else self._replicas.kill()
-            try:
-                engine.close()
-            except Exception as error:
-                log.error("the engine could not be closed", exc_info=error)
-
-    def _start(self, config: EngineConfig, progress: Callable[[int, int, str], None] | None) -> Engine:
-        """The engine, with the other replicas where there are several. These end with the thread that starts them (end_with_parent)."""
-        if not config.starts_replicas:
-            return start_engine(config, progress)
-        from tinyvllm.engine.replica import Replicas
-        from tinyvllm.runner.grid import replica_environments
-
-        environments = replica_environments(config)
-        engine = start_engine(config, progress)
-        self._replicas = Replicas(engine.config, engine.scheduler.pool.num_blocks, environments, self._lose)
-        return engine
-
-    def _lose(self, error: RankError) -> None:
-        """A replica has ended: so does this engine."""
-        with self._wake:
-            self._lost = error
-            self._wake.notify()
-
-    def _run_commands(self, engine: Engine) -> bool:
-        """Wait for work and run the callers' commands; False when it is time to end. An idle engine does its background work meanwhile."""
-        pause: float | None = 0.0
-        while True:
-            with self._wake:
-                if not (self._commands or self._closing or self._lost or engine.has_work()):
-                    self._wake.wait(pause)
-                if self._lost is not None:
-                    raise self._lost
-                if self._closing:
-                    return False
-                commands, self._commands = self._commands, []
-            for command in commands:
-                try:
-                    command(engine)
-                except Exception as error:  # none should raise: what concerns a caller is delivered to it
-                    log.error("a command failed; the engine continues", exc_info=error)
-            if engine.has_work():
-                return True
-            pause = engine.on_idle()
-
-    def _publish(self, outputs: list[RequestOutput]) -> None:
-        with self._wake:
-            mailboxes = [(self._mailboxes.get(output.request_id), output) for output in outputs]
-        self._deliver([(mailbox, mailbox.result(output)) for mailbox, output in mailboxes if mailbox is not None])
-
-    def _deliver(self, results: Sequence[Delivery]) -> None:
-        """One wake-up per event loop and step, for any number of requests."""
-        for mailbox in deliver(results):
-            self._drop(mailbox)
 
 
 def _takes_preparation(params: SamplingParams) -> bool:
