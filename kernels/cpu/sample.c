@@ -25,7 +25,6 @@ enum {
   RUN = 128,  // tokens that are skipped together where none of them passes
   RUNS = (V + RUN - 1) / RUN,
   WAYS = 16,  // parts into which a search for a threshold divides its range at a time
-  MAX_THREADS = 64,
 };
 
 struct report {  // what a thread publishes for the other threads of a row

@@ -11,7 +11,7 @@
 #include "thread_team.h"
 
 enum { TEAM, CORES, ALONE };
-enum { MAX_ARGUMENTS = 64, MAX_THREADS = 64 };
+enum { MAX_ARGUMENTS = 64 };
 
 struct shared {
   struct thread_pool pool;

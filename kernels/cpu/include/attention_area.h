@@ -1,10 +1,10 @@
 // A thread's scratch for attention of many rows of one sequence to one KV head: SPAN query positions, G query heads each.
 #pragma once
 #include "attention.h"
+#include "thread_team.h"
 
 #define SPAN (G >= 128 ? 1 : 128 / G)
 #define MAX_ROWS (SPAN * G)
-#define MAX_THREADS 64
 #define THREAD_FLOATS (128 * D + MAX_ROWS * (3 * D + 32))
 
 struct area {                         // a thread's part of the scratch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -49,6 +50,23 @@ void late(int64_t *x, const struct thread_team *team) {  // all but the first th
   if (team->thread > 0) usleep(5000);
   barrier(team);
   if (team->thread == 0) x[0] += 1;
+}
+// x: the core before, whether another thread is on it, whether this one has moved, the core afterwards, whether one is on it, whether this
+// one moves where no core is free
+void moves(int64_t *x) {
+  struct thread_pool pool = {0};
+  struct thread_team team = {1, 2, &pool};
+  note_core(&team);
+  x[0] = pool.places[1].core - 1;
+  pool.places[0].core = pool.places[1].core;
+  x[1] = shares_core(&team);
+  x[2] = move_to_free_core(&team);
+  x[3] = pool.places[1].core - 1;
+  x[4] = shares_core(&team);
+  struct thread_team many = {1, MAX_THREADS, &pool};
+  pool.places[0].core = 1;  // the first core, and the next 62
+  for (int t = 2; t < MAX_THREADS; t++) pool.places[t].core = t;
+  x[5] = move_to_free_core(&many);
 }
 void num_threads(int64_t *x, const struct thread_team *team) { x[team->thread] = team->threads; }
 """
@@ -138,6 +156,26 @@ def test_all_threads_take_part_and_a_pool_of_one_starts_none(code, pool):
     pool.run(np.array([ctypes.cast(code.num_threads, ctypes.c_void_p).value, TEAM, 1, 0, 1, x.ctypes.data], np.int64), 1)
     assert x.tolist() == [pool.num_threads] * pool.num_threads + [0] * (4 - pool.num_threads)
     assert threading.active_count() - before == pool.num_threads - 1
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="elsewhere a thread does not know its core")
+@pytest.mark.skipif(not 2 <= len(os.sched_getaffinity(0)) < 63, reason="there is no other core, or there are too many")
+def test_a_thread_leaves_the_core_that_another_one_needs(code):
+    """For a free one of those that it may run on, which are the same afterwards; where none is free it stays."""
+    found: list[list[int]] = []
+
+    def run() -> None:
+        before, x = os.sched_getaffinity(0), np.zeros(6, np.int64)
+        code.moves(ctypes.c_void_p(x.ctypes.data))
+        assert os.sched_getaffinity(0) == before
+        found.append(x.tolist())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    before, shared, moved, after, shared_after, moved_again = found[0]
+    assert shared and moved and not shared_after and not moved_again
+    assert before != after and {before, after} <= os.sched_getaffinity(0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads spin in a barrier")
