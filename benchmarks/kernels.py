@@ -28,6 +28,7 @@ import numpy as np
 from benchmarks import plan
 from benchmarks.harness import record, spread, table, take_turns
 from benchmarks.roof import operations, read_once, read_size, threads_of_machine
+from tinyvllm.backends.cpu.threads import TEAM_BYTES
 from tinyvllm.backends.cpu.toolchain import provide_compiler, target_flags
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.registry import usable_variants
@@ -345,7 +346,7 @@ class Runner:
         self.repeat.restype = None
 
     def run(self, times: int) -> None:
-        pool = allocate(256)
+        pool = allocate(TEAM_BYTES)
         lists = ctypes.c_void_p(self.lists.ctypes.data)
 
         def run_thread(number: int) -> None:

@@ -24,6 +24,7 @@ from benchmarks.harness import Spread, record, spread, table, take_turns
 from benchmarks.kernels import Team, compiled, floats, ints
 from benchmarks.roof import read_size, threads_of_machine
 from benchmarks.shapes import SHAPES, checkpoint
+from tinyvllm.backends.cpu.threads import TEAM_BYTES
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.registry import usable_variants
 from tinyvllm.distributed.memory import HEADER
@@ -94,7 +95,7 @@ class Rank:
         self._repeat.restype = None
 
     def run(self) -> None:
-        pool = allocate(256)
+        pool = allocate(TEAM_BYTES)
         team = Team(0, 1, pool.ctypes.data)
         self._repeat(ctypes.c_void_p(self._list.ctypes.data), 1, CALLS, ctypes.byref(team))
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tinyvllm.backends.cpu.compile import _FLAGS, _compile
+from tinyvllm.backends.cpu.threads import TEAM_BYTES
 from tinyvllm.backends.cpu.toolchain import compiler_command, provide_compiler, target_flags
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernel_text
@@ -97,7 +98,7 @@ def call(kernel: Kernel, *arrays: np.ndarray, threads: int = 2, extra: tuple[str
     assert len(arrays) == kernel.outs + kernel.ins, f"{kernel.stem} takes {kernel.outs + kernel.ins} arguments, got {len(arrays)}"
     assert all(a.flags.c_contiguous for a in arrays)
     entry = load(kernel, extra)
-    pool = aligned((256,), np.uint8, 0)
+    pool = aligned((TEAM_BYTES,), np.uint8, 0)
 
     def run(thread: int) -> None:
         team = Team(thread, threads, pool.ctypes.data)

@@ -15,7 +15,7 @@ from tinygrad import Tensor, dtypes
 from tinyvllm.backends.ahead import CompileAhead
 from tinyvllm.backends.collecting import collects
 from tinyvllm.backends.cpu.compile import kernel_code
-from tinyvllm.backends.cpu.threads import TEAM, thread_pool
+from tinyvllm.backends.cpu.threads import TEAM, TEAM_BYTES, thread_pool
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.bridge import (
     Program,
@@ -69,7 +69,7 @@ def solo_team() -> Tensor:
 
 def _team_of_one() -> int:
     """The address of a team that no other has, alive as long as the process."""
-    words = np.zeros(512, np.uint8)
+    words = np.zeros(TEAM_BYTES + 128, np.uint8)
     start = -words.ctypes.data % 64
     team = words[start : start + 64]
     team[:8].view(np.int32)[:] = 0, 1

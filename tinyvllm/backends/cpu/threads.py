@@ -28,6 +28,7 @@ MAX_ARGUMENTS = 64  # of a kernel, including its team
 _WORK, _POST, _GO, _CLOCK = range(4)  # functions, as in kernels/cpu/thread_pool.c
 _SIGNATURE = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_long, ctypes.c_void_p, *[ctypes.c_long] * 4)  # drops the GIL
 _BYTES = 4096
+TEAM_BYTES = 1024  # room for struct thread_pool of thread_team.h, which a team shares
 _PATIENCE = 2000  # microseconds that workers spin after a list: more than the host takes between two steps
 
 
