@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.shares import divide
+
 # The suite runs in several processes at once, and threads that outnumber the cores wait for each other; tests of the pool set a number.
 os.environ.setdefault("TINYVLLM_THREADS", "1")
 # Its tests switch it on: every cache folder of a test would pay for the compilers of the cases.
@@ -34,8 +36,10 @@ CHAT_TEMPLATE = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """FIRST, then the others as they were found."""
+    """FIRST, then the others as they were found. What tests/shares.py says is long is marked."""
+    divide(items)
     here, place = Path(__file__).parent, {room: index for index, room in enumerate(FIRST)}
     items.sort(key=lambda item: place.get(item.path.relative_to(here).parts[0], len(FIRST)))
 

@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from tests.shares import SHARES
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tinyvllm"
 
@@ -412,3 +414,10 @@ def test_drawing_is_fresh() -> None:
     spec.loader.exec_module(script)
     page = (ROOT / "docs" / "architecture.md").read_text()
     assert script.with_drawing(page, IMPORTS, RESERVED) == page, "stale: run `python docs/draw_rooms.py`"
+
+
+def test_shares_are_of_tests_that_there_are() -> None:
+    """A function that was renamed would be in the plain suite again, whole."""
+    for name in SHARES:
+        file, _, function = name.partition("::")
+        assert f"def {function}(" in (ROOT / "tests" / file).read_text(), f"tests/shares.py: there is no {name}"
