@@ -20,34 +20,48 @@ class CompileAhead(Generic[Key]):
 
     def __init__(self, compiler: Callable[[], contextlib.AbstractContextManager[Compile[Key]]]):
         self._compiler, self._pending = compiler, dict[Key, Future[bytes]]()
+        self._lock = threading.Lock()
+        self._work = deque[tuple[Key, Future[bytes]]]()  # guarded by _lock
+        self._compilers = 0  # threads that have not found an empty queue; guarded by _lock
 
     def start(self, keys: Iterable[Key]) -> None:
-        """Compile these in their order; `result` waits for what it needs."""
+        """Compile these in their order, after those of earlier calls; `result` waits for what it needs."""
         fresh = {key: Future[bytes]() for key in dict.fromkeys(keys) if key not in self._pending}
-        if not fresh:
-            return
         self._pending |= fresh
-        work = deque(fresh.items())
+        with self._lock:
+            self._work += fresh.items()
+            missing = min(len(self._work), cores().processes - self._compilers)
         try:
-            for number in range(min(len(fresh), cores().processes)):
+            for _ in range(missing):
                 # a daemon: the interpreter would wait at its end until all is compiled
-                threading.Thread(target=self._compile_all, args=(work,), name=f"tinyvllm-compile-{number}", daemon=True).start()
-        except RuntimeError:  # no more threads for want of memory: what is left is compiled when it is needed
-            with contextlib.suppress(IndexError):
-                while True:
-                    self._pending.pop(work.pop()[0], None)
+                threading.Thread(target=self._compile_all, name="tinyvllm-compile", daemon=True).start()
+                with self._lock:
+                    self._compilers += 1
+        except RuntimeError:  # no more threads for want of memory: what none of them has begun is compiled when it is needed
+            with self._lock:
+                while self._work:
+                    self._pending.pop(self._work.pop()[0], None)
 
-    def _compile_all(self, work: deque[tuple[Key, Future[bytes]]]) -> None:
-        with self._compiler() as compile_one:
-            while True:
-                try:
-                    key, future = work.popleft()
-                except IndexError:
-                    return
-                try:
-                    future.set_result(compile_one(key))
-                except BaseException as error:
-                    future.set_exception(error)
+    def _compile_all(self) -> None:
+        try:
+            with self._compiler() as compile_one:
+                while (next_one := self._next()) is not None:
+                    key, future = next_one
+                    try:
+                        future.set_result(compile_one(key))
+                    except BaseException as error:
+                        future.set_exception(error)
+        except BaseException as error:  # there is no compiler
+            while (next_one := self._next()) is not None:
+                next_one[1].set_exception(error)
+
+    def _next(self) -> tuple[Key, Future[bytes]] | None:
+        """What is compiled next; None, and the caller's thread counts no more, where there is nothing."""
+        with self._lock:
+            if self._work:
+                return self._work.popleft()
+            self._compilers -= 1
+            return None
 
     def result(self, key: Key) -> bytes | None:
         """What was compiled ahead, which is then forgotten; None if nothing was. Waits for it, and raises what the compiler has raised."""
