@@ -31,6 +31,7 @@ PASSING += [Case("attention_decode", cache="BF16", head_dim=64, sinks=True), Cas
 PASSING += [Case("kv_append", cache=cache) for cache in KV_FORMATS]
 PASSING += [Case("attention_decode", cache="KV_INT8", head_dim=512)]
 PASSING += [Case("norm_qkv_rope_store", "Q4_K+Q6_K", cache="F16"), Case("norm_qkv_rope_store", "Q4_0+INT4_G128+NF4", cache="KV_INT8")]
+PASSING += [Case("embed", format, layout, sizes=Sizes(256, 200, 0.0)) for format, layout in (("BF16", "panels"), ("Q6_K", "rows"))]
 PASSING += [Case("matmul", "Q4_K", sizes=Sizes(512, 90, 0.0)), Case("norm_gate_up_silu", "Q8_0", sizes=Sizes(96, 64, 1e-5))]
 PASSING += [Case("norm_head", format, sizes=Sizes(256, 200, 1e-6)) for format in ("F32", "BF16", "INT4_G128", "Q6_K")]
 PASSING += [Case("norm_qkv_rope_store", format, cache=cache, sizes=Sizes(256, 512, 1e-5, (4, 2), 64))
@@ -169,6 +170,8 @@ def test_small_products_on_the_cpu_are_tested_with_the_models_own_kernel():
     heads = {"head_dim": 64, "kv_heads": 2, "block_size": 16, "cache_format": "F16"}
     assert case_of("norm_qkv_rope_store", ShapeFacts(CPU, eps=1e-5, **facts | heads)).sizes == Sizes(256, 1024, 1e-5, (12, 2), 64)
     assert case_of("norm_qkv_rope_store", ShapeFacts(CPU, eps=1e-5, **facts | heads | {"block_size": 32})).sizes is None
+    assert case_of("embed", ShapeFacts(CPU, **facts)).sizes == Sizes(256, 1024, 0.0)
+    assert case_of("embed", ShapeFacts(CPU, scaled=True, **facts)).sizes is None
     for at, other in ((CPU, {"outputs": 4096}), (CPU, {"norm": "LAYER"}), (Placement("CUDA"), {})):  # too many weights, other constants
         usual = case_of("norm_gate_up_silu", ShapeFacts(at, eps=1e-5, **facts | other))
         assert usual == own and usual.sizes is None, "verdicts do not depend on it"
@@ -177,12 +180,12 @@ def test_small_products_on_the_cpu_are_tested_with_the_models_own_kernel():
 def test_a_model_with_small_products_compiles_no_others_for_its_tests():
     """Of its kernels and those of their cases, each stem has as many codes as the model's products have sizes."""
     normed = {"norm": "RMS", "eps": 1e-5}
-    products = (("matmul", 256, {"norm": ""}), ("norm_gate_up_silu", 1024, normed), ("norm_head", 3072, normed))
+    products = (("embed", 2048, {}), ("matmul", 256, {"norm": ""}), ("norm_gate_up_silu", 1024, normed), ("norm_head", 3072, normed))
     needs = [(stem, ShapeFacts(CPU, 256, outputs, "BF16", Layout.PANELS, **more)) for stem, outputs, more in products]
     backend, variant = registry.BACKENDS["CPU"], VARIANTS[0]
     with collecting_kernels() as of_cases:
         for stem, facts in needs:
             cases.run(case_of(stem, facts), Site(backend, variant, "CPU"))
-    own = [{"I": 256, "O": 256}, {"E": 256, "F": 1024}, {"E": 256, "V": 3072}]
+    own = [{"E": 256, "V": 2048}, {"I": 256, "O": 256}, {"E": 256, "F": 1024}, {"E": 256, "V": 3072}]
     codes = {kernel.compiled for kernel in of_cases}
     assert len(codes) == len(needs) and all(any(set(sizes.items()) <= set(code.defines) for code in codes) for sizes in own)

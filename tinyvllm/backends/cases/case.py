@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field, replace
 
-from tinyvllm.backends.cases.inputs import GROUPS, QUERY_HEADS, S, columns, numbers_of
+from tinyvllm.backends.cases.inputs import GROUPS, QUERY_HEADS, VOCABULARY, S, columns, numbers_of
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant.formats import FORMATS, Layout
@@ -141,7 +141,8 @@ def _own_sizes(stem: str, facts: ShapeFacts) -> Sizes | None:
     normed = stem in own_norms and facts.norm == "RMS" and facts.eps > 0
     matrices = 2 if stem == "norm_gate_up_silu" else 1
     small = 0 < facts.inputs * facts.outputs * matrices <= MAX_WEIGHTS
-    if not (normed or stem == "matmul" and not facts.norm) or not small or not facts.placement.is_cpu:
+    plain = (stem == "matmul" and not facts.norm) or (stem == "embed" and not facts.scaled and facts.outputs >= VOCABULARY)
+    if not (normed or plain) or not small or not facts.placement.is_cpu:
         return None
     if "+" in facts.format or facts.inputs % max(32, FORMATS[facts.format].elements):  # a rank's columns may end within a block
         return None

@@ -33,6 +33,7 @@ from tinyvllm.backends.cases.inputs import (
     numbers,
     parts_of,
     repeated,
+    token_ids,
 )
 from tinyvllm.quant.layouts import unpack_rows
 
@@ -51,6 +52,10 @@ def matmul(names: str, sizes: Sizes | None = None) -> Arrays:
     I, O = (columns(names), OUTPUTS) if sizes is None else (sizes.inputs, sizes.outputs)
     y = activations(I).astype(np.float64) @ dense(names, (OUTPUTS,), 6, I).T
     return {"y": _repeated(y, O) + numbers(7, PERIOD, O)}
+
+
+def embed(names: str, sizes: Sizes) -> Arrays:
+    return {"x": dense(names, (VOCABULARY,), 5, sizes.inputs)[token_ids(PERIOD)]}
 
 
 def head(names: str, sizes: Sizes | None = None) -> Arrays:
@@ -147,4 +152,4 @@ def computed_answer(case: Case) -> Arrays:
     return answers[case.stem](case.format)
 
 
-_SIZED = {"matmul": matmul, "norm_gate_up_silu": gate_up, "norm_head": head, "norm_qkv_rope_store": qkv}
+_SIZED = {"embed": embed, "matmul": matmul, "norm_gate_up_silu": gate_up, "norm_head": head, "norm_qkv_rope_store": qkv}

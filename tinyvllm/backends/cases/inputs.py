@@ -84,6 +84,11 @@ def table_columns(format: str) -> int:
     return round_up(96, _WIDEST_GROUP if format in GROUPED else FORMATS[format].elements)
 
 
+def token_ids(T: int) -> list[int]:
+    """Of T rows of the embedding."""
+    return [(VOCABULARY - 1 + 13 * t) % VOCABULARY for t in range(T)]
+
+
 def parts_of(names: str, sizes: Sequence[int], seed: int, inputs: int = 0) -> list[tuple[str, np.ndarray]]:
     """The projections of a product, each with its format and rows, uint8 [O, bytes], of `inputs` columns if they are not the usual ones.
 

@@ -24,6 +24,7 @@ from tinyvllm.backends.cases.inputs import (
     parts_of,
     repeated,
     table_columns,
+    token_ids,
     weight_rows,
 )
 from tinyvllm.backends.cases.site import Site, cached_numbers, empty_batch, realized
@@ -37,19 +38,16 @@ from tinyvllm.quant.layouts import PackedWeight, RowSource, RowWeight, joined
 
 
 def embed(site: Site, case: Case) -> list[Arrays]:
-    rows, T = weight_rows(case.format, VOCABULARY, table_columns(case.format), 5), 8
+    (V, E), T = (VOCABULARY, table_columns(case.format)) if case.sizes is None else (case.sizes.outputs, case.sizes.inputs), 8
+    rows = repeated(weight_rows(case.format, VOCABULARY, E, 5), V)
     if case.layout == Layout.ROWS:
-        table: KernelTable = RowWeight(site.place(rows.reshape(-1)), case.format, VOCABULARY, table_columns(case.format))
+        table: KernelTable = RowWeight(site.place(rows.reshape(-1)), case.format, V, E)
     else:
         packed = site.weight([(case.format, rows)])
         assert isinstance(packed, PackedWeight)
         table = packed
     out = site.backend.embed(site.variant, table, site.int32(*token_ids(T)), site.int32(PERIOD))
     return [{"x": realized(out)[0][:PERIOD]}]
-
-
-def token_ids(T: int) -> list[int]:
-    return [(VOCABULARY - 1 + 13 * t) % VOCABULARY for t in range(T)]
 
 
 def _weight(site: Site, case: Case, outputs: tuple[int, ...], seed: int) -> KernelWeight:
