@@ -239,7 +239,7 @@ def test_the_status_counts_all(llm: AsyncLLM) -> None:
         status = llm.status()
         assert status["blocks"]["total"] == sum(one["blocks"]["total"] for one in status["replicas"]) == 2 * 96
         assert [one.engine for one in await llm.all_metrics()] == ["0", "1"]
-        assert llm.predicted_wait() >= 0
+        assert llm.predicted_wait() >= 0 and llm.max_num_seqs == 8
 
     asyncio.run(run())
     one = {"running": 1, "waiting": 2, "steps": 3, "tokens": 4, "blocks": {"used": 1}, "prefix": None, "segments": "s"}

@@ -235,6 +235,11 @@ class AsyncLLM:
         return self._own.alive
 
     @property
+    def max_num_seqs(self) -> int:
+        """Sequences that all replicas run at the same time."""
+        return self.config.max_num_seqs * (self.config.data_parallel_size if self._replicas is not None else 1)
+
+    @property
     def fingerprint(self) -> str | None:
         """`system_fingerprint` of answers; None while a large model is read for the first time, in the background."""
         return self._fingerprint.value
