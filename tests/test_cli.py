@@ -69,7 +69,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (["--prompt", "x", "--config", "a"], ["--config must end in .yaml or .yml", "'a'"]),
         (["--prompt", "x", "--gpu-memory-utilization", "0.9"], ["--gpu-memory-utilization=0.9", "nearest: --kv-memory, --num-blocks"]),
         (["--prompt", "x", "--gpu_memory_utilization=0.9"], ["--gpu_memory_utilization=0.9", "nearest: --kv-memory"]),
-        (["--prompt", "x", "--data-parallel-size", "2"], ["--data-parallel-size=2", "one replica; start several", "accepted: 1"]),
+        (["--prompt", "x", "--data-parallel-size", "2"], ["data_parallel_size=2 is for AsyncLLM, serve and batch", "leave it out"]),
         (["--prompt", "x", "-tp", "3"], ["tensor_parallel_size must be one of 1, 2, 4, 8", "got 3"]),
         (["--prompt", "x", "-pp", "2", "--device", "METAL"], ["pipeline_parallel_size=2 runs on the CPU and", "device=METAL"]),
         (["--prompt", "x", "-cp", "2", "--block-size", "32"], ["block_size=32 does not work with context_parallel_size=2", "give 512"]),

@@ -59,8 +59,8 @@ def _both(ranks: list[ctypes.CDLL], shared: np.ndarray, times: int, late: int) -
     """What each returned, and the first one's processor time and time."""
     counts = [0, 0]
     other = threading.Thread(target=lambda: counts.__setitem__(1, ranks[1].met(ctypes.c_void_p(shared.ctypes.data), times, late)))
-    other.start()
     used, start = time.thread_time(), time.perf_counter()
+    other.start()
     counts[0] = ranks[0].met(ctypes.c_void_p(shared.ctypes.data), times, late)
     used, passed = time.thread_time() - used, time.perf_counter() - start
     other.join()
