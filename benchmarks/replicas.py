@@ -3,7 +3,7 @@
     python -m benchmarks.replicas --shape tiny160m --replicas 2 --clients 1,16,64
 
 All clients send one request at once and stream its answer. On a CPU the replicas share the cores: what is measured is what the division
-costs or gains where no core is added. `short` is one client whose answers have one token: what the way to another process adds.
+costs or gains where no core is added. `short` is one client whose answers have one token, in requests.
 """
 
 from __future__ import annotations
