@@ -88,15 +88,15 @@ def test_answers_are_those_of_one_engine_and_both_replicas_give_some(llm: AsyncL
 
 
 def test_a_prompt_goes_where_its_beginning_was_computed(llm: AsyncLLM) -> None:
-    """Four conversations of three turns: each turn finds the one before in the cache of its replica."""
+    """Four conversations of three turns, together: each turn finds the one before in the cache of its replica, whatever their order."""
 
     async def run() -> None:
         histories = {letter: f"{letter}: " + "0123456789" * 12 for letter in "wxyz"}
         for turn in range(3):
-            for letter, text in list(histories.items()):
-                output = await last(llm.generate(text, GREEDY))
-                assert output.num_cached_tokens >= turn * 48, (letter, turn)
-                histories[letter] = text + f" turn {turn} " + "abcdefghij" * 6
+            letters = [*"wxyz"[turn:], *"wxyz"[:turn]]
+            outputs = await asyncio.gather(*(last(llm.generate(histories[letter], GREEDY)) for letter in letters))
+            assert all(output.num_cached_tokens >= turn * 48 for output in outputs), [output.num_cached_tokens for output in outputs]
+            histories = {letter: text + f" turn {turn} " + "abcdefghij" * 6 for letter, text in histories.items()}
 
     asyncio.run(run())
 
