@@ -262,8 +262,3 @@ def test_an_interrupted_run_says_what_it_has(
     (tmp_path / "out.jsonl").write_bytes(answer_line("a", 200, "req", {}))
     assert cli.main(["batch", str(path), "-o", str(tmp_path / "out.jsonl"), "--model", str(tiny_model)]) == 130
     assert "interrupted: 1 of 2 requests are answered; the same command answers the others\n" in capsys.readouterr().err
-
-
-def test_as_many_requests_as_keep_all_replicas_busy() -> None:
-    assert batch._sequences({}) == 64 and batch._sequences({"max_num_seqs": 8, "data_parallel_size": 3}) == 24
-    assert batch._sequences({"max_num_seqs": 8, "data_parallel_size": 3, "data_parallel_rank": 1}) == 8

@@ -87,5 +87,10 @@ def test_what_replicas_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
     own = resolve(tmp_path, environ={}, data_parallel_rank=1, energy=True, **two)
     assert not own.starts_replicas and own.cpu_ranks == 2 and resolve(tmp_path, environ={}, tensor_parallel_size=2, **two).cpu_ranks == 4
     own.require_one_engine()
+    assert [resolve(tmp_path, environ={}, max_num_seqs=8, **given).all_seqs for given in ({}, two, {**two, "data_parallel_rank": 1})] == [
+        8,
+        16,
+        8,
+    ]
     with pytest.raises(ArgumentError, match="here is one"):
         resolve(tmp_path, environ={}, **two).require_one_engine()

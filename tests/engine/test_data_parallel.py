@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from tests.tiny.adapters import write_adapter
 from tinyvllm import LLM, AsyncLLM, LoRARequest, RequestError, RequestOutput, SamplingParams
 from tinyvllm.engine import replica as replica_module
 from tinyvllm.engine.replica import Replica, combined
-from tinyvllm.errors import ArgumentError, BusyError, ModelError, OutOfMemoryError, RankError
+from tinyvllm.engine.replica_link import portable
+from tinyvllm.errors import ArgumentError, BusyError, InternalError, ModelError, OutOfMemoryError, RankError
 from tinyvllm.lab.engine_target import EngineTarget
 from tinyvllm.lab.sweep import Sweep
 from tinyvllm.request import BeamSearchParams, StructuredOutputsParams
@@ -226,7 +228,7 @@ def test_embeddings_are_divided(llm: AsyncLLM) -> None:
     async def run() -> None:
         vectors = await llm.embed(prompts)
         assert vectors.shape[0] == 5 and vectors.dtype == np.float32
-        one = np.stack([(await llm._embed(ids, "mean", True)) for ids in prompts])
+        one = await llm._embed(prompts, "mean", True)
         assert np.array_equal(vectors, one)
         assert len(await llm.embed(prompts[:1])) == 1
 
@@ -239,7 +241,7 @@ def test_the_status_counts_all(llm: AsyncLLM) -> None:
         status = llm.status()
         assert status["blocks"]["total"] == sum(one["blocks"]["total"] for one in status["replicas"]) == 2 * 96
         assert [one.engine for one in await llm.all_metrics()] == ["0", "1"]
-        assert llm.predicted_wait() >= 0 and llm.max_num_seqs == 8
+        assert llm.predicted_wait() >= 0 and llm.config.all_seqs == 8
 
     asyncio.run(run())
     one = {"running": 1, "waiting": 2, "steps": 3, "tokens": 4, "blocks": {"used": 1}, "prefix": None, "segments": "s"}
@@ -279,6 +281,28 @@ def test_a_replica_that_ends_or_hangs_ends_the_engine(
 
     asyncio.run(run())
     assert not llm.alive and len(told) == 1 and isinstance(told[0], RankError)
+    llm.close()
+    assert not alive(replica.process.pid)
+
+
+@pytest.mark.parametrize("to_the_replica", [True, False])
+def test_a_message_that_cannot_be_read_ends_the_engine(to_the_replica: bool, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In either direction: a reader that had ended would leave requests waiting for ever."""
+    llm = AsyncLLM(tiny_model, data_parallel_size=2, **SMALL)
+    replica = other(llm)
+    go_to(llm, monkeypatch, replica)
+
+    async def run() -> None:
+        stream = llm.generate("hello", LONG)
+        await anext(stream)
+        if to_the_replica:
+            replica._link._connection.send_bytes(b"no pickle")
+        else:
+            monkeypatch.setattr(replica._link, "receive", lambda: 1 / 0)
+        with pytest.raises(RankError, match="ended with code 1" if to_the_replica else "has sent what cannot be read: ZeroDivisionError"):
+            await last(stream)
+
+    asyncio.run(run())
     llm.close()
     assert not alive(replica.process.pid)
 
@@ -323,3 +347,8 @@ def test_errors_survive_the_way_between_processes() -> None:
     for error in (BusyError("full", 2.5, "deadline"), ModelError("x" * 500), RequestError("no")):
         again = pickle.loads(pickle.dumps(error))
         assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)
+    assert type(portable(ModelError("x"))) is ModelError
+    held = RequestError("no")
+    held.lock = threading.Lock()  # no pickle has it
+    for error in (held, ZeroDivisionError("on purpose")):
+        assert type(portable(error)) is InternalError and str(error) in str(portable(error))

@@ -43,17 +43,15 @@ class CompileAhead(Generic[Key]):
                     self._pending.pop(self._work.pop()[0], None)
 
     def _compile_all(self) -> None:
-        try:
-            with self._compiler() as compile_one:
-                while (next_one := self._next()) is not None:
-                    key, future = next_one
-                    try:
-                        future.set_result(compile_one(key))
-                    except BaseException as error:
-                        future.set_exception(error)
-        except BaseException as error:  # there is no compiler
+        with contextlib.ExitStack() as stack:
+            compile_one: Compile[Key] | None = None
             while (next_one := self._next()) is not None:
-                next_one[1].set_exception(error)
+                key, future = next_one
+                try:
+                    compile_one = compile_one or stack.enter_context(self._compiler())
+                    future.set_result(compile_one(key))
+                except BaseException as error:
+                    future.set_exception(error)
 
     def _next(self) -> tuple[Key, Future[bytes]] | None:
         """What is compiled next; None, and the caller's thread counts no more, where there is nothing."""

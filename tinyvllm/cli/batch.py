@@ -20,7 +20,7 @@ from tinyvllm.cli.lines import MAX_LINE, SYNC_SECONDS, AnswerFile
 from tinyvllm.cli.options import engine_options
 from tinyvllm.cli.progress import Progress, say
 from tinyvllm.cli.serve import check_adapters, check_profile, model_specs, say_profile
-from tinyvllm.config.engine import EngineConfig, resolve
+from tinyvllm.config.engine import resolve
 from tinyvllm.errors import ArgumentError
 from tinyvllm.server.core.batch_lines import Line, answer_line
 from tinyvllm.server.core.local_call import RETRY_STATUS, call
@@ -85,12 +85,6 @@ class Tally:
             self.completion_tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
 
 
-def _sequences(spec: Mapping[str, Any]) -> int:
-    """Those that a model's replicas run at the same time."""
-    one, replicas = spec.get("max_num_seqs", EngineConfig.max_num_seqs), spec.get("data_parallel_size", 1)
-    return int(one * (replicas if spec.get("data_parallel_rank") is None else 1))
-
-
 async def _answer_all(options: argparse.Namespace, specs: Mapping[str, Mapping[str, Any]], output: AnswerFile, progress: Progress) -> int:
     from tinyvllm.server.core.config import ServerConfig
     from tinyvllm.server.core.models import Models
@@ -107,7 +101,7 @@ async def _answer_all(options: argparse.Namespace, specs: Mapping[str, Mapping[s
     try:
         await models.start()
         start = time.monotonic()
-        workers = options.concurrency or 2 * max(map(_sequences, specs.values()))
+        workers = options.concurrency or 2 * max(resolve(**spec).all_seqs for spec in specs.values())
         await _run_workers(min(workers, progress.total - progress.done), app, waiting, output, tally, progress)
         tally.energy = [totals for llm in models.loaded().values() if (totals := await llm.energy()) is not None]
     finally:

@@ -17,6 +17,7 @@ class RankOptions:
     device: str
     more_devices: tuple[str, ...]
     gpu_layers: int | None
+    max_num_seqs: int
     num_scheduler_steps: int
     tensor_parallel_size: int
     pipeline_parallel_size: int
@@ -29,6 +30,11 @@ class RankOptions:
     def starts_replicas(self) -> bool:
         """Whether the engine has other replicas, which it starts itself."""
         return self.data_parallel_size > 1 and self.data_parallel_rank is None
+
+    @property
+    def all_seqs(self) -> int:
+        """Sequences that the engine and the replicas that it starts run at the same time."""
+        return self.max_num_seqs * (self.data_parallel_size if self.starts_replicas else 1)
 
     @property
     def num_ranks(self) -> int:

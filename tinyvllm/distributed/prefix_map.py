@@ -33,7 +33,7 @@ def chained_hashes(prompt: bytes, salt: bytes) -> list[bytes]:
 def token_hashes(token_ids: Sequence[int], salt: str | None) -> list[bytes]:
     """`chained_hashes` of a prompt of token ids, none for ids beyond 32 bits. Requests share cached prefixes with those of one salt."""
     try:
-        prompt = array("i", token_ids).tobytes()
+        prompt = array("i", token_ids[: MAX_PIECES * PIECE_BYTES // 4]).tobytes()
     except (OverflowError, TypeError):
         return []
     return chained_hashes(prompt, repr(salt).encode("utf-8", "surrogatepass"))

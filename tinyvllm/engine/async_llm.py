@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import functools
 import itertools
-import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from tinyvllm.metrics import EnergyTotals, EngineMetrics, NoMetrics
     from tinyvllm.text.tokenizer import Tokenizer
 
-
-log = logging.getLogger("tinyvllm")
 
 MAX_SHORT_STOPS = 500  # characters of stop strings that the engine's thread prepares itself, in half a millisecond
 
@@ -101,7 +98,7 @@ class AsyncLLM:
         if engine.config.profile is not None and engine.trace is not None:
             self.profile_table = engine.trace.table.text()
         if self._replicas is not None:
-            self._replicas.close() if failure is None else self._replicas.kill()
+            self._replicas.close() if failure is None else self._replicas.kill(failure)
 
     async def generate(
         self,
@@ -171,17 +168,20 @@ class AsyncLLM:
         import numpy as np
 
         if self._replicas is None:
-            return np.stack([await self._embed(ids, pooling, normalize) for ids in prompts])
+            return await self._embed(prompts, pooling, normalize)
         shares = [prompts[number :: self.config.data_parallel_size] for number in range(self.config.data_parallel_size)]
-        others = asyncio.ensure_future(self._replicas.embed(shares[1:], pooling, normalize))
-        parts = [np.stack([await self._embed(ids, pooling, normalize) for ids in shares[0]]), *await others]
-        together = np.empty((len(prompts), parts[0].shape[1]), np.float32)
-        for number, part in enumerate(parts):
+        others = self._replicas.embed(shares[1:], pooling, normalize)
+        own, parts = await asyncio.gather(self._embed(shares[0], pooling, normalize), others)
+        together = np.empty((len(prompts), own.shape[1]), np.float32)
+        for number, part in enumerate([own, *parts]):
             together[number :: self.config.data_parallel_size] = part
         return together
 
-    async def _embed(self, token_ids: list[int], pooling: str, normalize: bool) -> np.ndarray:
-        return await self._own.call(functools.partial(_embed, token_ids, pooling, normalize))  # type: ignore[no-any-return]
+    async def _embed(self, prompts: list[list[int]], pooling: str, normalize: bool) -> np.ndarray:
+        """By this engine, one prompt between two steps."""
+        import numpy as np
+
+        return np.stack([await self._own.call(functools.partial(_embed, ids, pooling, normalize)) for ids in prompts])
 
     async def segment(
         self,
@@ -233,11 +233,6 @@ class AsyncLLM:
     def alive(self) -> bool:
         """Whether the engine still serves. If it does not, each call raises the error that ended it."""
         return self._own.alive
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Sequences that all replicas run at the same time."""
-        return self.config.max_num_seqs * (self.config.data_parallel_size if self._replicas is not None else 1)
 
     @property
     def fingerprint(self) -> str | None:

@@ -105,11 +105,8 @@ class EngineThread:
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a request, until the last one. Leaving them aborts it. Its id must not be in use."""
         self._submit(mailbox, encoded, params, options)
-        finished = False
         try:
-            while not finished:
-                output = await mailbox.take()
-                finished = output.finished
+            async for output in mailbox.outputs():
                 yield output
         finally:
             self._drop(mailbox)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 from tinyvllm.errors import TinyvllmError
@@ -35,6 +35,14 @@ class Mailbox:
             self._newest = result
             self.over = isinstance(result, BaseException) or result.finished
             self._arrived.set()
+
+    async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
+        """What is put in, until the last one; raises what ended the request."""
+        finished = False
+        while not finished:
+            output = await self.take()
+            finished = output.finished
+            yield output
 
     async def take(self) -> RequestOutput:
         await self._arrived.wait()

@@ -54,9 +54,10 @@ class Replica:
         self._answers: dict[int, asyncio.Future[Any]] = {}  # guarded by _lock
         self._numbers = itertools.count()
         self._closing = False
-        self._failure: RankError | None = None  # guarded by _lock
+        self._failure: BaseException | None = None  # guarded by _lock
         self.status: dict[str, Any] = {}
-        self._link.send(config)
+        with contextlib.suppress(OSError):  # it has ended: `wait_until_ready` says so
+            self._link.send(config)
 
     def wait_until_ready(self) -> None:
         """The error of an engine that cannot start; RankError for a process that has ended. Then the link is read by a thread."""
@@ -67,7 +68,7 @@ class Replica:
         if kind == "refused":
             raise rest[0]
         if kind != "ready":
-            raise RankError(f"engine: replica {self.number} did not start; its message is above")
+            raise self._error("did not start; its message is above")
         threading.Thread(target=self._read, name=f"tinyvllm-replica-{self.number}", daemon=True).start()
 
     @property
@@ -82,12 +83,9 @@ class Replica:
         with self._lock:
             self._check()
             self._mailboxes[mailbox.key] = mailbox
-        finished = False
         try:
             self._send("add", mailbox.key, encoded.text, encoded.token_ids, encoded.cache_salt, params, options)
-            while not finished:
-                output = await mailbox.take()
-                finished = output.finished
+            async for output in mailbox.outputs():
                 yield output
         finally:
             self._drop(mailbox)
@@ -120,11 +118,12 @@ class Replica:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self._fail("was closed while the request ran")
+        self._fail(self._error("was closed while the request ran"))
 
-    def kill(self) -> None:
-        """End the process at once."""
+    def kill(self, error: BaseException) -> None:
+        """End the process at once; its requests end with this error."""
         self._closing = True
+        self._fail(error)
         self.process.kill()
         self.process.wait()
 
@@ -136,7 +135,7 @@ class Replica:
         try:
             self._link.send(message)
         except OSError as error:
-            raise self._failure or RankError(f"engine: replica {self.number} has ended") from error
+            raise self._failure or self._error("has ended") from error
 
     def _drop(self, mailbox: Mailbox) -> None:
         with self._lock:
@@ -155,11 +154,15 @@ class Replica:
                     self._take(*self._link.receive())
                     continue
             except (EOFError, OSError):
-                return self._fail(self._ended())
-            silent += min(time.monotonic() - start, BEAT_SECONDS)
-            if silent > SILENT_SECONDS and not self._closing:
+                return self._fail(self._error(self._ended()))
+            except Exception as error:  # it would be silent for ever
+                log.error("replica %d has sent what cannot be read", self.number, exc_info=error)
                 self.process.kill()
-                return self._fail(f"(process {self.process.pid}) hangs: no message for {silent:.0f} s")
+                return self._fail(self._error(f"has sent what cannot be read: {type(error).__name__}"))
+            silent += min(time.monotonic() - start, BEAT_SECONDS)
+            if silent > SILENT_SECONDS:
+                self.process.kill()
+                return self._fail(self._error(f"(process {self.process.pid}) hangs: no message for {silent:.0f} s"))
 
     def _take(self, kind: str, *rest: Any) -> None:
         if kind == "status":
@@ -188,17 +191,20 @@ class Replica:
         except subprocess.TimeoutExpired:
             return f"(process {self.process.pid}) ended its work"
 
-    def _fail(self, reason: str) -> None:
-        """Its requests and calls end with an error, and further ones have it at once."""
+    def _error(self, reason: str) -> RankError:
+        return RankError(f"engine: replica {self.number} {reason}")
+
+    def _fail(self, error: BaseException) -> None:
+        """Its requests and calls end with an error, and further ones have it at once; the first one counts."""
         with self._lock:
-            first, self._failure = self._failure is None, self._failure or RankError(f"engine: replica {self.number} {reason}")
+            first, self._failure = self._failure is None, self._failure or error
             mailboxes, self._mailboxes = list(self._mailboxes.values()), {}
             answers, self._answers = list(self._answers.values()), {}
         deliver([(mailbox, self._failure) for mailbox in mailboxes])
         for answer in answers:
             _settle(answer, None, self._failure)
-        if first and not self._closing:
-            self._on_failure(self._failure)
+        if first and not self._closing and isinstance(error, RankError):
+            self._on_failure(error)
 
 
 def _settle(answer: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
@@ -231,8 +237,8 @@ class Replicas:
                 self._all.append(Replica(number, _config_of(config, number, num_blocks), environments[number], on_failure))
             for replica in self._all:
                 replica.wait_until_ready()
-        except BaseException:
-            self.kill()
+        except BaseException as error:
+            self.kill(error)
             raise
 
     def choose(self, encoded: Encoded, params: object, options: RequestOptions | None, own_running: int) -> Replica | None:
@@ -305,9 +311,9 @@ class Replicas:
         for replica in self._all:
             replica.close()
 
-    def kill(self) -> None:
+    def kill(self, error: BaseException) -> None:
         for replica in self._all:
-            replica.kill()
+            replica.kill(error)
 
 
 def combined(each: list[Mapping[str, Any]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ From a replica: ("ready",) or ("refused", error); then ("outputs", [(key, output
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import threading
 from multiprocessing.connection import Connection
@@ -45,6 +46,8 @@ class Link:
 
 def portable(error: BaseException) -> TinyvllmError:
     """An error that can be sent: itself without its causes, or its text."""
-    if isinstance(error, TinyvllmError):
-        return error
+    with contextlib.suppress(Exception):
+        again = pickle.loads(pickle.dumps(error))
+        if isinstance(again, TinyvllmError):
+            return again
     return InternalError(f"replica: {type(error).__name__}: {error}")

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import pickle
 import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from tinyvllm.engine.async_llm import AsyncLLM
@@ -21,6 +23,8 @@ from tinyvllm.engine.replica_link import BEAT_SECONDS, Link, portable
 from tinyvllm.errors import RequestError
 from tinyvllm.request import BeamSearchParams, LoRARequest, RequestOptions, RequestOutput, SamplingParams
 from tinyvllm.runner.rank import end_with_parent
+
+log = logging.getLogger("tinyvllm")
 
 
 def main(fd: int) -> int:
@@ -62,9 +66,14 @@ class Server:
         await self._ended.wait()
 
     def _read(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
+        try:
             while (message := self._link.receive()) != ("close",):
                 self._loop.call_soon_threadsafe(self._take, *message)
+        except (EOFError, OSError):
+            pass
+        except Exception as error:  # requests would wait for ever
+            log.critical("replica: a message cannot be read", exc_info=error)
+            os._exit(1)
         self._loop.call_soon_threadsafe(self._ended.set)
 
     def _take(self, kind: str, *rest: Any) -> None:
@@ -106,6 +115,8 @@ class Server:
         return options
 
     def _put(self, key: str, result: RequestOutput | BaseException) -> None:
+        if isinstance(result, RequestOutput) and result.failure is not None:  # outputs of others are in the same message
+            result = replace(result, failure=portable(result.failure))
         if not self._outputs:
             self._loop.call_soon(self._send_outputs)
         self._outputs.append((key, result))

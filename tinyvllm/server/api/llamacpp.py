@@ -51,7 +51,7 @@ async def props(request: Request) -> Response:
                     "n_ctx": llm.max_model_len,
                     "params": {**sampling_settings(params), "n_predict": -1},
                 },
-                "total_slots": llm.max_num_seqs,
+                "total_slots": llm.config.all_seqs,
                 "model_alias": model,
                 "model_path": context.service.models.path(model),
                 "chat_template": template,
@@ -68,7 +68,7 @@ async def slots(request: Request) -> Response:
     """An entry for each sequence that the first model, or ?model=NAME, can run at a time. ?fail_on_no_slot=1: 503 if all of them run."""
     context = RequestContext.of(request)
     async with context.service.models.use(request.query_params.get("model")) as (_, llm):
-        total, running = llm.max_num_seqs, llm.status()["running"]
+        total, running = llm.config.all_seqs, llm.status()["running"]
         if running >= total and request.query_params.get("fail_on_no_slot"):
             raise Failure(503, "no slot available", code="server_busy")
         entries = [{"id": i, "n_ctx": llm.max_model_len, "is_processing": i < running} for i in range(total)]
