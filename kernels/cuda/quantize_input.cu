@@ -4,8 +4,6 @@
 //              BF16, F16   [T/8][I/32][32 lanes][16 bytes]: numbers 2t, 2t+1, 2t+8, 2t+9, 2t+16, 2t+17, 2t+24, 2t+25 of the block
 //              Q8_0, Q4_0  [T/8][I/32][32 lanes][8 bytes]: int8 4t..4t+3, 4t+16..4t+19 of the block; after all of these
 //                          [T/8][I/32] of { float scale[8]; int sum[8] }, by token of the group
-//              with CORES (BF16, F16 only)
-//                          [T/8][I/32][4][8 tokens][16 bytes]: numbers 8i..8i+7 of the block are the token's in core matrix i (hopper.cuh)
 //   x          [T, I] float32; [any, I] if GATHER
 //   norm       [I] float32, if NORM: RMS norm with EPS
 //   row_index  [T] int32, if GATHER: token t is row row_index[t] / SHARE of x, or zeros if that is negative; SHARE is 1 if not defined
@@ -22,9 +20,6 @@
 #include "norm.cuh"
 #include "product.cuh"
 
-#ifndef CORES
-#define CORES 0
-#endif
 #ifndef SHARE
 #define SHARE 1
 #endif
@@ -32,7 +27,6 @@
 constexpr int THREADS = 256, BLOCKS = I / STEP, CELLS = BLOCKS * 4;
 constexpr int ROUNDS = (CELLS + THREADS - 1) / THREADS;
 static_assert(I % STEP == 0, "quantize_input: I must be a multiple of 32");
-static_assert(!CORES || !QUANTIZED, "quantize_input: CORES needs weights of 16 bits");
 
 struct Row {
   const float *x, *norm;
@@ -76,24 +70,11 @@ DEVICE float row_inverse(const float *x, int thread) {
   return inverse_root(sums, I, EPS);
 }
 
-// The eight numbers of a cell: eight consecutive ones for core matrices, otherwise those of a lane.
-DEVICE void read_eight(float (&v)[8], const float *row, int cell) {
-#if CORES
-#pragma unroll
-  for (int i = 0; i < 8; i += 4) {
-    const float4 four = *(const float4 *)(row + cell * 8 + i);
-    v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
-  }
-#else
-  read_cell(v, row + cell / 4 * STEP, cell % 4);
-#endif
-}
-
 DEVICE void normed_cell(float (&v)[8], const Row &row, int cell) {
-  read_eight(v, row.x, cell);
+  read_cell(v, row.x + cell / 4 * STEP, cell % 4);
 #if NORM
   float weight[8];
-  read_eight(weight, row.norm, cell);
+  read_cell(weight, row.norm + cell / 4 * STEP, cell % 4);
 #pragma unroll
   for (int i = 0; i < 8; i++) v[i] = normed(v[i], row.inverse, weight[i]);
 #endif
@@ -113,8 +94,7 @@ DEVICE void write_cell(u8 *prepared, const float (&v)[8], int token, int cell, b
   *(float *)scales = scale;
   *(int *)(scales + 32) = sum;
 #else
-  const int place = CORES ? cell % 4 * 8 + token % 8 : token % 8 * 4 + cell % 4;
-  if (valid) ((XCell *)prepared)[block * 32 + place] = round_cell(v);
+  if (valid) ((XCell *)prepared)[block * 32 + token % 8 * 4 + cell % 4] = round_cell(v);
 #endif
 }
 

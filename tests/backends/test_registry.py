@@ -165,7 +165,7 @@ def test_every_op_of_a_backend_has_a_source(kind):
     assert backend.stems <= set(STEMS) and set(STEMS) - backend.stems <= {"pack_tiles"}
 
 
-GPUS = [("sm_80", "sm_80", "best variant"), ("sm_90", "sm_80", "best variant"), ("sm_120", "sm_80", "best variant")]
+GPUS = [("sm_80", "sm_80", "best variant"), ("sm_90", "sm_90a", "best variant"), ("sm_120", "sm_80", "best variant")]
 GPUS += [("sm_75", None, "older than sm_80")]
 
 
@@ -198,10 +198,12 @@ def test_apples_other_variants_must_be_forced(monkeypatch):
         select("matmul", MAC, "a")
 
 
-def test_hoppers_own_variant_must_be_forced(monkeypatch):
+def test_hopper_has_a_variant_of_its_own(monkeypatch):
     monkeypatch.setattr(cuda, "architecture", lambda device: {"CUDA": "sm_90", "CUDA:1": "sm_100"}[device])
+    assert [chosen("matmul", Placement(device), "a") for device in ("CUDA", "CUDA:1")] == ["sm_90a", "sm_80"]
+    monkeypatch.setenv("TINYVLLM_KERNELS", "matmul=sm_80")
+    assert chosen("matmul", Placement("CUDA"), "b") == "sm_80" and chosen("norm_head", Placement("CUDA"), "b") == "sm_90a"
     monkeypatch.setenv("TINYVLLM_KERNELS", "matmul=sm_90a")
-    assert chosen("matmul", Placement("CUDA"), "a") == "sm_90a" and chosen("norm_head", Placement("CUDA"), "a") == "sm_80"
     with pytest.raises(KernelError, match="wants matmul=sm_90a, but the GPU is sm_100"):
         select("matmul", Placement("CUDA:1"), "a")
     monkeypatch.setenv("TINYVLLM_KERNELS", "embed=sm_90a")

@@ -16,7 +16,7 @@ from tests.emulator.driver import cuda_device
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backends import registry
 from tinyvllm.backends.cuda import call as cuda
-from tinyvllm.backends.cuda import limits
+from tinyvllm.backends.cuda import hopper_plan, limits
 from tinyvllm.backends.cuda import plan as records
 from tinyvllm.config.engine import DEFAULT_MODEL as MODEL
 from tinyvllm.runner.memory import read_bandwidth
@@ -90,7 +90,7 @@ def test_every_op_runs_a_kernel(gpu, driver):
     assert {"norm_qkv_rope_store", "attention_decode", "matvec", "norm_gate_up_silu", "norm_head"} <= ran and "quantize_input" not in ran
     chosen = {choice.stem: choice.variant for choice in registry.choices("CUDA")}
     wanted = {"embed", "norm_qkv_rope_store", "attention_decode", "attention_prefill", "matmul", "norm_gate_up_silu", "norm_head"}
-    assert wanted | {"advance"} <= set(chosen) and set(chosen.values()) == {"sm_80"}
+    assert wanted | {"advance"} <= set(chosen) and set(chosen.values()) == {"sm_80", "sm_90a"}
 
 
 def test_logits(cpu, gpu):
@@ -148,8 +148,8 @@ def test_the_hopper_variant(gpu, driver, monkeypatch):
     """In the emulator, where all matrix instructions add in one order, the bits are those of the base variant."""
     ids = [0, *range(40, 60)]
     expected = gpu.prompt_logits(ids)
-    monkeypatch.setattr(records, "HOPPER_ROWS", 16)
-    monkeypatch.setenv("TINYVLLM_KERNELS", "norm_qkv_rope_store=sm_90a")
+    monkeypatch.setattr(hopper_plan, "LEAST_ROWS", 16)
+    monkeypatch.setenv("TINYVLLM_KERNELS", "all=sm_80,norm_qkv_rope_store=sm_90a")
     before = len(driver.launched)
     with LLM(MODEL, device="CUDA", **OPTIONS) as hopper:
         np.testing.assert_array_equal(hopper.prompt_logits(ids), expected)

@@ -17,6 +17,7 @@ from tests.planting import forget_code, plant
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backends import autotune, cases, registry, selftest
 from tinyvllm.backends.cases import Case, Site
+from tinyvllm.backends.cuda import hopper_plan
 from tinyvllm.backends.cuda import launch as cuda_launch
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.backends.selftest import test_kernels as check_kernels
@@ -139,14 +140,43 @@ def test_a_wrong_kernel_is_replaced_and_named(monkeypatch, device, caplog, stem)
     stems = {stem, "matvec"} if stem == "matmul" else {stem}
     assert check(device, stem).replaced == {}, "the right kernel passes"
     selftest.open_cache().path.joinpath("selftest.json").unlink()
+    best = registry.usable_variants(Placement(device), stem)[0]
     planted = plant(monkeypatch, stems, BASE[device])
     report = check(device, stem)
     assert planted
     named = next(iter(report.replaced))
-    assert named.startswith(f"{BASE[device]} {stem}")
+    assert named.startswith(f"{best} {stem}")
     assert f"the kernel {stem}" in caplog.text and f"is wrong on {device} ({registry.architecture_of(Placement(device))})" in caplog.text
     instead = registry.replaceable_variant(stem, Placement(device), needs(device)[stem])
-    assert instead != BASE[device] and f"; {instead or 'ref'} is used instead" in caplog.text
+    assert instead not in (best, BASE[device]) and f"; {instead or 'ref'} is used instead" in caplog.text
+
+
+def test_hoppers_kernels_pass(device):
+    """Many rows, with the bits of a few."""
+    if device == "METAL":
+        pytest.skip("of CUDA alone")
+    for case in (Case("matmul", "BF16"), Case("norm_gate_up_silu", "F16")):
+        results = cases.run(case, Site(registry.BACKENDS[device], hopper_plan.HOPPER, device))
+        assert [len(arrays["y"]) for arrays in results] == [3, 19, 259]
+        assert cases.wrong(case, results, selftest._answers()) is None
+
+
+def test_hoppers_kernel_with_other_bits_is_replaced(monkeypatch, device):
+    """As a tensor core that rounds differently would have: by the last bit of a sum."""
+    if device == "METAL":
+        pytest.skip("of CUDA alone")
+
+    def change(stem: str, text: str) -> str:
+        changed = text.replace("total[j / 4][j % 4] += sums", "total[j / 4][j % 4] += 1.0000002f * sums")
+        assert changed != text
+        return changed
+
+    planted = plant(monkeypatch, {"matmul_hopper"}, change=change)
+    report = check(device, "matmul")
+    assert planted == ["matmul_hopper"]
+    (why,) = report.replaced.values()
+    assert "numbers of y have other bits among 259 rows" in why and next(iter(report.replaced)) == "sm_90a matmul BF16"
+    assert registry.select("matmul", Placement(device), "a", needs(device)["matmul"]).variant == "sm_80"
 
 
 @pytest.mark.parametrize("case", PACKED, ids=lambda case: case.name)

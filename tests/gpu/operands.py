@@ -32,14 +32,14 @@ def tiled(format: str, O: int, I: int, seed: int = 0) -> TileWeight:
     return TileWeight(place_bytes(pack_tiles(format, file_rows(format, O, I, seed)), "CUDA"), format, O, I)
 
 
-def best_variant() -> str:
-    """The variant that the engine uses here."""
-    return registry.usable_variants(Placement(DEVICE))[0]
+def best_variant(stem: str) -> str:
+    """The variant of an op that the engine uses here."""
+    return registry.usable_variants(Placement(DEVICE), stem)[0]
 
 
 def both(monkeypatch: pytest.MonkeyPatch, stem: str, op: Callable[[], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """The results of the kernel and of the reference."""
-    return by_kernel(monkeypatch, stem, best_variant(), op), by_kernel(monkeypatch, stem, "ref", op)
+    return by_kernel(monkeypatch, stem, best_variant(stem), op), by_kernel(monkeypatch, stem, "ref", op)
 
 
 def same_bits(got: np.ndarray, want: np.ndarray, what: str) -> None:

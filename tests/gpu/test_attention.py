@@ -80,7 +80,7 @@ def shape(request) -> tuple[int, int, int]:
 
 @pytest.fixture
 def cached(shape, sizes, monkeypatch) -> Cached:
-    variant = best_variant()
+    variant = best_variant("attention_decode")
     monkeypatch.setenv("TINYVLLM_KERNELS", f"attention_decode={variant},attention_prefill={variant}")
     registry.forget_choices()
     return Cached(sizes.contexts, *shape)
@@ -108,7 +108,7 @@ OWN = (1, 17, 300, 64, 900, 5, 31, 200, 2000, 100, 256, 3) if not EMULATED else 
 @pytest.mark.parametrize("window", [0, pytest.param(2200, marks=pytest.mark.long if EMULATED else ())])
 def test_blocks_that_are_shared_give_the_bits_of_each_alone(shape, sizes, monkeypatch, window):
     """The batch may declare fewer shared tokens, or none."""
-    variant = best_variant()
+    variant = best_variant("attention_decode")
     monkeypatch.setenv("TINYVLLM_KERNELS", f"attention_decode={variant}")
     registry.forget_choices()
     lengths = [own + max((*SHARED, 0)[b : b + 2]) for b, own in enumerate(OWN)]

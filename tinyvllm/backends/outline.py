@@ -51,6 +51,9 @@ class Outline:
     def variants(self, placement: Placement, stem: str | None = None) -> dict[str, str | None]:
         return {}
 
+    def tested_rows(self, variant: str) -> int:
+        return 0
+
     def unsupported(self, stem: str, facts: ShapeFacts) -> str | None:
         return None
 

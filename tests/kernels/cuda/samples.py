@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from tests.formats import sampled_formats
 from tests.kernels.delta_rule import recurrent_samples
 from tinyvllm.backends import low_rank
-from tinyvllm.backends.cuda import expert_plan
+from tinyvllm.backends.cuda import expert_plan, hopper_plan
 from tinyvllm.backends.cuda import plan as records
 from tinyvllm.backends.cuda.expert_plan import Lists
 from tinyvllm.backends.cuda.plan import GPU
@@ -57,7 +57,7 @@ def samples(gpu: GPU, arch: str) -> dict[str, Kernel]:
         | _adapters(gpu)
         | _experts(gpu)
         | recurrent_samples("cuda", VARIANT, EPS)  # gated_delta and delta_norm
-        | (_hopper(gpu) if f"{arch}a" == records.HOPPER else {})
+        | (_hopper(gpu) if f"{arch}a" == hopper_plan.HOPPER else {})
         | _attention(gpu)
         | _tokens(gpu)
         | _ranks()
@@ -165,12 +165,18 @@ def _experts(gpu: GPU) -> dict[str, Kernel]:
 
 
 def _hopper(gpu: GPU) -> dict[str, Kernel]:
-    variant = records.HOPPER
-    found = {"matmul_hopper BF16": records.matmul_hopper(variant, Product("BF16", 4096, LARGE.E, LARGE.F, residual=True), gpu)}
-    found["matmul_hopper F16 with silu"] = records.matmul_hopper(variant, Product("F16", 2048, LARGE.F, LARGE.E, silu=True), gpu)
+    variant = hopper_plan.HOPPER
+    found = {}
+    for cut in hopper_plan.CUTS:
+        name = f"matmul_hopper BF16, {cut.tile_o} x {cut.tile_t}"
+        for split in (1, 2)[: 1 + cut.splits]:
+            down = Product("BF16", cut.tile_t, SMALL.E, SMALL.F, residual=True)
+            found[f"{name}, {split}"] = hopper_plan.matmul_hopper(variant, down, gpu, (cut, split))[0]
+        gate_up = Product("F16", cut.tile_t, SMALL.F, SMALL.E, silu=True)
+        found[f"{name} with silu"] = hopper_plan.matmul_hopper(variant, gate_up, gpu, (cut, 1))[0]
     both = Product("BF16", 2048, LARGE.F, LARGE.E, bias=True, silu=True, bias_pitch=2 * LARGE.F)
-    found["matmul_hopper BF16 with biases of rows"] = records.matmul_hopper(variant, both, gpu)
-    found["quantize_input for hopper"] = records.quantize_input(VARIANT, "BF16", 256, LARGE.E, EPS, cores=True)
+    found["matmul_hopper BF16 with biases of rows"] = hopper_plan.matmul_hopper(variant, both, gpu)[0]
+    found["quantize_cores BF16"] = hopper_plan.quantize_cores(VARIANT, "BF16", 256, LARGE.E, EPS)
     return found
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.kernels.cuda import every_cut
 from tests.kernels.cuda.samples import GPUS, PACKED, samples
-from tinyvllm.backends.cuda import nvrtc
+from tinyvllm.backends.cuda import hopper_plan, nvrtc
 from tinyvllm.backends.cuda import plan as records
 from tinyvllm.backends.source import kernel_text, kernels_folder
 
@@ -30,7 +30,7 @@ def test_any_gpu_of_hoppers_architecture_has_its_kernels() -> None:
     """An H100 on PCIe has 114 multiprocessors."""
     names = samples(records.GPU(114, 227 << 10, 228 << 10), "sm_90")
     assert names.keys() == SAMPLES["sm_90"].keys() > SAMPLES["sm_80"].keys()
-    assert any(kernel.target == records.HOPPER for kernel in names.values())
+    assert any(kernel.target == hopper_plan.HOPPER for kernel in names.values())
 
 
 def _is_long(name: str, arch: str) -> bool:

@@ -1,4 +1,5 @@
-"""The CUDA kernels for products of many rows, in the emulator: quantize_input, matmul, matmul_hopper, rope_store, argmax."""
+"""The CUDA kernels for products of many rows, in the emulator: quantize_input, quantize_cores, matmul, matmul_hopper, rope_store,
+argmax."""
 
 from __future__ import annotations
 
@@ -52,21 +53,31 @@ def parts(prepared: np.ndarray, format: str, T: int, I: int) -> list[np.ndarray]
     return [prepared[:-scales].reshape(T // 8, -1), prepared[-scales:].reshape(T // 8, -1)]
 
 
-# --- matmul
-
-
 @pytest.mark.parametrize("format", tiles.FLOATS)
-def test_core_matrices_hold_the_same_numbers(format: str) -> None:
-    T, I, count = 16, 96, 11
-    x, weight, out = tiles.numbers(T, I), tiles.numbers(I, seed=1), aligned((T * I * 2,), np.uint8)
-    defines = dict(I=I, WEIGHT=format, NORM=1, GATHER=0, EPS="1e-5f", CORES=1)
-    emulate(Kernel.cuda("quantize_input", VARIANT, 1, 3, (T, 1, 1), 256, **defines), out, x, weight, tiles.one(count))
-    assert (out == in_cores(tiles.prepared(tiles.rms_normed(x[:count], weight, 1e-5), format))).all()
+@pytest.mark.parametrize("I, count, parts, norm, gather", [(96, 11, 1, True, False), (1056, 17, 3, True, True), (544, 8, 2, False, True)])
+def test_core_matrices_hold_the_same_numbers(format: str, I: int, count: int, parts: int, norm: bool, gather: bool) -> None:
+    T, live, groups = 32, up(count, 8), 6
+    x, weight, out = tiles.numbers(T, I), tiles.numbers(I, seed=1), aligned((groups * 8 * I * 2,), np.uint8)
+    index = tiles.laid(np.random.default_rng(2).integers(0, T, T).astype(np.int32))
+    index[1], index[count:] = -1, 1 << 30
+    ins = [x, *([weight] if norm else []), *([index] if gather else []), tiles.one(count)]
+    defines = dict(I=I, WEIGHT=format, NORM=int(norm), GATHER=int(gather), EPS="1e-5f", GROUPS_MULTIPLE=3)
+    emulate(Kernel.cuda("quantize_cores", VARIANT, 1, len(ins), (T // 8, parts, 1), 256, **defines), out, *ins)
+    rows = x[index[:count]] if gather else x[:count]
+    normed = tiles.rms_normed(rows, weight, 1e-5) if norm else rows
+    if gather:
+        normed[1] = 0
+    got = out.reshape(I // 32, groups, 512)
+    assert (got[:, : live // 8].reshape(-1) == in_cores(tiles.prepared(normed, format), live // 8)).all()
+    assert tiles.untouched(np.ascontiguousarray(got[:, live // 8 :]))
 
 
-def in_cores(prepared: np.ndarray) -> np.ndarray:
-    """[T / 8, I / 32, 8 tokens, 4 t, 4 octets, 4 bytes] -> [..., octets, tokens, t, bytes]"""
-    return np.ascontiguousarray(prepared.reshape(-1, 8, 4, 4, 4).transpose(0, 3, 1, 2, 4)).reshape(-1)
+def in_cores(prepared: np.ndarray, groups: int) -> np.ndarray:
+    """[groups, I / 32, 8 tokens, 4 t, 4 octets, 4 bytes] -> [I / 32, groups, octets, tokens, t, bytes]"""
+    return np.ascontiguousarray(prepared.reshape(groups, -1, 8, 4, 4, 4).transpose(1, 0, 4, 2, 3, 5)).reshape(-1)
+
+
+# --- matmul
 
 
 @dataclass(frozen=True)
@@ -80,6 +91,17 @@ class Cut:
     stages: int = 3
     split: int = 1
     band: int = 2
+
+
+@dataclass(frozen=True)
+class HopperCut:
+    """The same of matmul_hopper."""
+
+    tile_o: int
+    tile_t: int
+    split: int = 1
+    k_blocks: int = 2
+    stages: int = 3
 
 
 SMALL = Cut(16, 16, (1, 1, 2))
@@ -119,11 +141,11 @@ class Product:
             K_BLOCKS=k_blocks, STAGES=cut.stages, BAND=cut.band, RESIDENT=1,
         ).passing(self.T)  # fmt: skip
 
-    def shares(self, cut: Cut) -> list[np.ndarray]:
+    def shares(self, cut: Cut | HopperCut, blocks: int) -> list[np.ndarray]:
         """The scratch of split products: sums, poisoned, and counters."""
         if cut.split == 1:
             return []
-        pieces, blocks = -(-self.I // 512), self.kernel(cut).grid[0]
+        pieces = -(-self.I // 512)
         slots = pieces - -(-pieces // cut.split) + 1
         return [aligned((slots * blocks * cut.tile_o * cut.tile_t,), np.float32), aligned((blocks,), np.uint32, 0)]
 
@@ -145,7 +167,7 @@ class Data:
         prepared = aligned((tiles.prepared_bytes(p.format, p.T, p.I),), np.uint8)
         for to, part in zip(parts(prepared, p.format, p.T, p.I), parts(x, p.format, up(count, 8), p.I), strict=True):
             to[: len(part)] = part
-        out, shares = aligned((p.T, p.O), np.float32), p.shares(cut)
+        out, shares = aligned((p.T, p.O), np.float32), p.shares(cut, p.kernel(cut).grid[0])
         added = [self.biases] if p.bias else []
         added += [tiles.laid(np.roll(self.residual, -first, 0))] if p.residual else []
         ins = [prepared, self.weight.tiles, *added, tiles.one(count)]
@@ -154,19 +176,24 @@ class Data:
         assert not shares or not shares[1].any(), "counters must be zero for the next launch"
         return out[:count]
 
-    def hopper(self, tile_t: int, count: int, k_blocks: int = 2, stages: int = 2, seed: int = 0) -> np.ndarray:
+    def hopper(self, cut: HopperCut, count: int, seed: int = 0) -> np.ndarray:
         """The product of the first `count` rows by matmul_hopper."""
         p, out = self.product, aligned((self.product.T, self.product.O), np.float32)
-        prepared = tiles.laid(in_cores(tiles.prepared(self.x[:count], p.format)))
+        groups, blocks = up(p.T, cut.tile_t) // 8, -(-p.O * (1 + p.silu) // cut.tile_o) * -(-p.T // cut.tile_t)
+        padded = np.full((8 * groups, p.I), np.nan, np.float32)  # what is beyond the count may be anything
+        padded[:count] = self.x[:count]
+        prepared = tiles.laid(in_cores(tiles.prepared(padded, p.format), groups))
+        shares = p.shares(cut, blocks)
         ins = [prepared, self.weight.tiles, *([self.bias] if p.bias else []), *([self.residual] if p.residual else []), tiles.one(count)]
-        shared = stages * k_blocks * (8192 + 64 * tile_t) + (256 * tile_t if p.silu else 0)
+        shared = cut.stages * cut.k_blocks * 64 * (cut.tile_o + cut.tile_t) + (2 * cut.tile_o * cut.tile_t if p.silu else 0)
         kernel = Kernel.cuda(
-            "matmul_hopper", "sm_90a", 1, len(ins), (-(-p.O * (1 + p.silu) // 128) * -(-p.T // tile_t), 1, 1), 384, shared,
+            "matmul_hopper", "sm_90a", 1 + len(shares), len(ins), (blocks, cut.split, 1), 2 * cut.tile_o + 128, shared,
             O=p.O, I=p.I, WEIGHT=p.format, BIAS=int(p.bias), RESIDUAL=int(p.residual), ACTIVATION=int(p.gelu), SILU=int(p.silu),
-            TILE_T=tile_t, K_BLOCKS=k_blocks, STAGES=stages, BAND=2,
-        )  # fmt: skip
-        emulate(kernel, out, *ins, seed=seed)
+            SPLIT=cut.split, TILE_O=cut.tile_o, TILE_T=cut.tile_t, K_BLOCKS=cut.k_blocks, STAGES=cut.stages, BAND=2, RESIDENT=1,
+        ).passing(groups)  # fmt: skip
+        emulate(kernel, out, *shares, *ins, seed=seed)
         assert tiles.untouched(out[count:])
+        assert not shares or not shares[1].any(), "counters must be zero for the next launch"
         return out[:count]
 
     def expected(self, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -249,20 +276,39 @@ def test_splits_arrive_in_any_order(seed: int) -> None:
     tiles.same_bits(data.run(cut, 16, seed=seed + 1), data.run(SMALL, 16))
 
 
-@pytest.mark.parametrize("format, tile_t, k_blocks, stages", [("BF16", 128, 2, 3), pytest.param("F16", 192, 4, 2, marks=pytest.mark.long)])
-def test_hopper_gives_the_same_sums(format: str, tile_t: int, k_blocks: int, stages: int) -> None:
+HOPPER_CUTS = [
+    HopperCut(128, 128),
+    HopperCut(64, 16, split=2),
+    HopperCut(128, 32, split=4, stages=2),
+    pytest.param(HopperCut(128, 192, k_blocks=4, stages=2), marks=pytest.mark.long),
+    pytest.param(HopperCut(64, 64, k_blocks=1, stages=8), marks=pytest.mark.long),
+    pytest.param(HopperCut(64, 128, split=4, k_blocks=4, stages=2), marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("cut", HOPPER_CUTS)
+@pytest.mark.parametrize("format", tiles.FLOATS)
+def test_hopper_gives_the_same_sums(format: str, cut: HopperCut) -> None:
     """In the emulator, whose products of 16 columns round as its mma does, the bits are those of matmul."""
-    data = Data(Product(format, 200, 139, 544, bias=True, residual=True))
-    got = data.hopper(tile_t, 195, k_blocks, stages)
-    tiles.close(got, *data.expected(195))
+    T = 72 if cut.tile_t < 128 else 200
+    data = Data(Product(format, T, 139, 1568, bias=True, residual=True))  # three pieces and one block of 32 columns
+    got = data.hopper(cut, T - 5)
+    tiles.close(got, *data.expected(T - 5))
     tiles.same_bits(got[:20], data.run(WIDE, 20))
 
 
-def test_hopper_combines_gate_and_up() -> None:
-    data = Data(Product("BF16", 136, 80, 288, bias=True, silu=True))
-    got = data.hopper(128, 130, seed=1)
+@pytest.mark.parametrize("cut", [HopperCut(128, 64), pytest.param(HopperCut(64, 32, split=2), marks=pytest.mark.long)])
+def test_hopper_combines_gate_and_up(cut: HopperCut) -> None:
+    data = Data(Product("BF16", 136, 80, 544, bias=True, silu=True))
+    got = data.hopper(cut, 130, seed=1)
     tiles.close(got, *data.expected(130))
     tiles.same_bits(got[:17], data.run(Cut(64, 16, (2, 1, 1)), 17))
+
+
+def test_hoppers_splits_arrive_in_any_order() -> None:
+    data = Data(Product("BF16", 16, 64, 2560))
+    for seed in range(2):
+        tiles.same_bits(data.hopper(HopperCut(64, 16, split=5), 16, seed=seed + 1), data.run(SMALL, 16))
 
 
 def test_no_rows_write_nothing() -> None:

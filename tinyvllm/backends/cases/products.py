@@ -31,10 +31,27 @@ from tinyvllm.backends.cases.site import Site, cached_numbers, empty_batch, real
 from tinyvllm.backends.cases.stores import slots_of, stored, unrotated
 from tinyvllm.backends.operands import QKV, KernelTable, KernelWeight, NormWeights
 from tinyvllm.bridge import download
+from tinyvllm.errors import KernelError
 from tinyvllm.placement import Placement
 from tinyvllm.quant import layouts
 from tinyvllm.quant.formats import FORMATS, Layout
 from tinyvllm.quant.layouts import PackedWeight, RowSource, RowWeight, joined
+
+
+def _batches(site: Site) -> list[tuple[int, int]]:
+    """Rows of each batch, and how many of them count."""
+    most = site.backend.tested_rows(site.variant)
+    return [FEW, MANY, *([(most, most - 5)] if most else [])]
+
+
+def _same_bits(site: Site, results: list[Arrays]) -> list[Arrays]:
+    """The results. KernelError if the variant's kernel for more rows has other bits than the one for a few."""
+    if site.backend.tested_rows(site.variant):
+        for name, few in results[0].items():
+            many = results[-1][name][: len(few)]
+            if different := int((many.view(np.uint32) != few.view(np.uint32)).sum()):
+                raise KernelError(f"{different} of {few.size} numbers of {name} have other bits among {len(results[-1][name])} rows")
+    return results
 
 
 def embed(site: Site, case: Case) -> list[Arrays]:
@@ -74,20 +91,20 @@ def _norm(site: Site, case: Case) -> NormWeights:
 
 def matmul(site: Site, case: Case) -> list[Arrays]:
     weight, results = _weight(site, case, (OUTPUTS,), 6), []
-    for T, count in (FEW, MANY):
+    for T, count in _batches(site):
         x, residual = (site.place(repeated(rows, T)) for rows in (activations(weight.I), numbers(7, PERIOD, weight.O)))
         y = site.backend.matmul(site.variant, x, weight, site.int32(count), None, residual, False)
         results.append({"y": realized(y)[0][:count]})
-    return results
+    return _same_bits(site, results)
 
 
 def norm_gate_up_silu(site: Site, case: Case) -> list[Arrays]:
     weight, norm, results = _weight(site, case, (GATED, GATED), 8), _norm(site, case), []
-    for T, count in (FEW, MANY):
+    for T, count in _batches(site):
         x = site.place(repeated(activations(weight.I), T))
         y = site.backend.gate_up_silu(site.variant, x, norm, weight, site.int32(count), None)
         results.append({"y": realized(y)[0][:count]})
-    return results
+    return _same_bits(site, results)
 
 
 def norm_head(site: Site, case: Case) -> list[Arrays]:

@@ -72,6 +72,9 @@ class CpuBackend(ExpertKernels, StateKernels):
     def compile_ahead(self, kernels: Sequence[Kernel], placement: Placement) -> None:
         compile_ahead(kernels)
 
+    def tested_rows(self, variant: str) -> int:
+        return 0
+
     def unsupported(self, stem: str, facts: ShapeFacts) -> str | None:
         return first_reason(LIMITS[stem], facts)
 

@@ -14,11 +14,12 @@ from tinygrad import Tensor
 
 from tinyvllm.backends import low_rank, recurrent
 from tinyvllm.backends.buffers import cache_format, constant, empty, integers, present, scratch
-from tinyvllm.backends.cuda import plan
+from tinyvllm.backends.cuda import hopper_plan, plan
 from tinyvllm.backends.cuda.bandwidth import gpu_read_bandwidth
 from tinyvllm.backends.cuda.driver import CudaCopies, copies_of, counters, gpu_at, gpu_free_memory, gpu_of
 from tinyvllm.backends.cuda.experts import ExpertKernels
 from tinyvllm.backends.cuda.graph import CudaGraph
+from tinyvllm.backends.cuda.hopper_plan import HOPPER
 from tinyvllm.backends.cuda.launch import compile_ahead, launch, versions
 from tinyvllm.backends.cuda.limits import LIMITS
 from tinyvllm.backends.cuda.packing import pack_rows
@@ -52,13 +53,13 @@ from tinyvllm.bridge import (
 )
 from tinyvllm.integers import round_up
 from tinyvllm.placement import Placement
-from tinyvllm.quant.formats import FORMATS, Layout
+from tinyvllm.quant.formats import Layout
 from tinyvllm.quant.layouts import MixedWeight, PackedWeight, RowSource
 
 # The oldest GPU that a variant runs on. Each kernel is compiled for the GPU of this machine.
 OLDEST = {plan.BASE: 80}
-# plan.HOPPER, for products on Hopper alone, is never the default: whether its instructions round as the others' do has not been checked. If
-# they do not, a request's tokens depend on how many rows are computed with it.
+# Products have HOPPER as well, for many rows. On an H100 its instructions round as the others' do; the self-test compares the bits on
+# each machine, since NVIDIA does not promise it, and a request's tokens must not depend on how many rows are computed with it.
 PRODUCTS = ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head")
 
 
@@ -68,7 +69,7 @@ class CudaBackend(ExpertKernels, RankKernels, WithoutContextRanks):
     name = "cuda"
     layout = Layout.TILES
     stems = frozenset(LIMITS)
-    variant_names = (*OLDEST, plan.HOPPER)
+    variant_names = (*OLDEST, HOPPER)
 
     def open(self, placement: Placement) -> None:
         opened_device(placement.device)
@@ -82,9 +83,13 @@ class CudaBackend(ExpertKernels, RankKernels, WithoutContextRanks):
         name = architecture(placement.device)
         number = int(re.sub(r"\D", "", name))
         every = {variant: None if number >= oldest else f"the GPU is {name}, older than {variant}" for variant, oldest in OLDEST.items()}
-        if stem in PRODUCTS:
-            every[plan.HOPPER] = None if number == 90 else f"the GPU is {name}, and this variant runs on sm_90 only"
-        return every
+        if stem not in PRODUCTS:
+            return every
+        own = {HOPPER: None if number == 90 else f"the GPU is {name}, and this variant runs on sm_90 only"}
+        return own | every if number == 90 else every | own
+
+    def tested_rows(self, variant: str) -> int:
+        return hopper_plan.LEAST_ROWS + 8 if variant == HOPPER else 0
 
     def identity(self, placement: Placement) -> str:
         return f"{architecture(placement.device)}, {gpu_of(placement)}, {versions()}"
@@ -141,7 +146,7 @@ class CudaBackend(ExpertKernels, RankKernels, WithoutContextRanks):
             if fits(kernel, gpu):
                 outs = [empty(x, T, O), integers(x, T), counters(x, 2 * T + 1)]
                 return launch(kernel, outs, [x, norm.weight, part.tensor, count])[0]
-        return _multiplied(variant, _prepared(variant, x, part, count, norm), part, count, Product(part.format, T, O, part.I))
+        return _large_product(variant, x, part, count, Product(part.format, T, O, part.I), norm)
 
     def append_kv(self, variant: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
         (T, K, D), S = (int(d) for d in k.shape), cache.S
@@ -184,7 +189,7 @@ class CudaBackend(ExpertKernels, RankKernels, WithoutContextRanks):
             kernel = plan.matvec(plan.BASE, product, gpu)
             if fits(kernel, gpu):
                 return launch(kernel, [empty(x, T, O)], [x, weight.tensor, *present(bias, residual), rows])[0]
-        return _multiplied(variant, _prepared(variant, x, weight, rows), weight, rows, product, bias, residual)
+        return _large_product(variant, x, weight, rows, product, bias=bias, residual=residual)
 
     def lora_bias(
         self, variant: str, x: Tensor, norm: NormWeights | None, stack: AdapterStack, bias: Tensor | None, adapters: Tensor, rows: Tensor
@@ -211,7 +216,7 @@ class CudaBackend(ExpertKernels, RankKernels, WithoutContextRanks):
             if fits(kernel, gpu):
                 return launch(kernel, [empty(x, T, F)], [x, norm.weight, weight.tensor, *present(bias), rows])[0]
         product = Product(weight.format, T, F, weight.I, bias=bias is not None, silu=True, bias_pitch=bias_pitch(bias))
-        return _multiplied(variant, _prepared(variant, x, weight, rows, norm), weight, rows, product, bias)
+        return _large_product(variant, x, weight, rows, product, norm, bias=bias)
 
     def _mixed_gate_up(self, variant: str, x: Tensor, norm: NormWeights, weight: MixedWeight, rows: Tensor, bias: Tensor | None) -> Tensor:
         """Gate and up in two formats: a product each; that of up multiplies with the other. Files that people have do not need it fast."""
@@ -221,7 +226,7 @@ class CudaBackend(ExpertKernels, RankKernels, WithoutContextRanks):
                 part.format, int(x.shape[0]), part.O, part.I, bias=bias is not None, residual=i > 0, gate=i > 0, bias_first=i * part.O,
                 bias_pitch=bias_pitch(bias),
             )  # fmt: skip
-            out = _multiplied(plan.BASE, _prepared(plan.BASE, x, part, rows, norm), part, rows, product, bias, out)
+            out = _large_product(variant, x, part, rows, product, norm, bias=bias, residual=out)
         assert out is not None
         return out
 
@@ -237,8 +242,7 @@ class CudaBackend(ExpertKernels, RankKernels, WithoutContextRanks):
                 outs = [empty(x, N, V), integers(x, N), counters(x, 2 * N + 1)]
                 logits, tokens, _ = launch(kernel, outs, [x, norm.weight, weight.tensor, rows, count])
                 return logits, tokens
-        prepared = _prepared(variant, x, weight, count, norm, rows)
-        logits = _multiplied(variant, prepared, weight, count, Product(weight.format, N, V, weight.I))
+        logits = _large_product(variant, x, weight, count, Product(weight.format, N, V, weight.I), norm, rows)
         state = counters(x, 2 * N), counters(x, N)
         return logits, launch(plan.argmax(plan.BASE, N, V, gpu), [integers(x, N), *state], [logits, count])[0]
 
@@ -271,31 +275,20 @@ def fits(kernel: Kernel, gpu: plan.GPU) -> bool:
     return kernel.shared + 1024 <= gpu.shared
 
 
-def _prepared(
-    variant: str, x: Tensor, weight: PackedWeight, rows: Tensor, norm: NormWeights | None = None, index: Tensor | None = None
-) -> Tensor:
-    """The rows of x, or those that `index` names, normalised and rounded for a product with `weight`, padded to a multiple of eight."""
-    T, I = round_up(int((x if index is None else index).shape[0]), 8), weight.I
-    eps, cores = None if norm is None else constant(norm.eps), _on_hopper(variant, weight.format, T)
-    kernel = plan.quantize_input(plan.BASE, weight.format, T, I, eps, index is not None, cores)
-    out = scratch(x, plan.prepared_bytes(weight.format, T, I))
-    return launch(kernel, [out], [x, *present(None if norm is None else norm.weight, index), rows])[0]
-
-
-def _multiplied(
-    variant: str, prepared: Tensor, weight: PackedWeight, rows: Tensor, product: Product, bias: Tensor | None = None,
-    residual: Tensor | None = None,
+def _large_product(
+    variant: str, x: Tensor, weight: PackedWeight, rows: Tensor, product: Product, norm: NormWeights | None = None,
+    index: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """[T, O] float32 of prepared rows: their product with the weight, and what follows it."""
-    out, padded = empty(prepared, product.T, product.O), replace(product, T=round_up(product.T, 8))
-    ins = [prepared, weight.tensor, *present(bias, residual), rows]
-    if _on_hopper(variant, weight.format, padded.T):
-        return launch(plan.matmul_hopper(variant, padded, gpu_at(out)), [out], ins)[0]
-    kernel, partial, count = plan.matmul(plan.BASE, padded, gpu_at(out))
+    """[T, O] float32: the rows of x, or those that `index` names, normed and rounded, times the weight, and what follows it."""
+    out, padded, gpu = empty(x, product.T, product.O), replace(product, T=round_up(product.T, 8)), gpu_at(x)
+    T, I, eps, format = padded.T, weight.I, None if norm is None else constant(norm.eps), weight.format
+    if hopper_plan.computes(variant, padded):
+        prepare, held = hopper_plan.quantize_cores(plan.BASE, format, T, I, eps, index is not None), 8 * hopper_plan.core_groups(T)
+        kernel, partial, count = hopper_plan.matmul_hopper(variant, padded, gpu)
+    else:
+        prepare, held = plan.quantize_input(plan.BASE, format, T, I, eps, index is not None), T
+        kernel, partial, count = plan.matmul(plan.BASE, padded, gpu)
+    inputs = [x, *present(None if norm is None else norm.weight, index), rows]
+    (prepared,) = launch(prepare, [scratch(x, plan.prepared_bytes(format, held, I))], inputs)
     partials = [empty(out, partial), counters(out, count)] if partial else []
-    return launch(kernel, [out, *partials], ins)[0]
-
-
-def _on_hopper(variant: str, format: str, T: int) -> bool:
-    """Whether a product of T rows uses the kernel that only Hopper has; everything else of that variant is the base variant's."""
-    return variant == plan.HOPPER and FORMATS[format].is_float and T >= plan.HOPPER_ROWS
+    return launch(kernel, [out, *partials], [prepared, weight.tensor, *present(bias, residual), rows])[0]

@@ -170,12 +170,12 @@ def prepared_bytes(format: str, T: int, I: int) -> int:
     return T * I // 32 * (_x_bytes(format) + _scale_bytes(format))
 
 
-def quantize_input(variant: str, format: str, T: int, I: int, eps: str | None = None, gather: bool = False, cores: bool = False) -> Kernel:
-    """`eps` is the norm's, None if there is no norm; `cores` asks for the layout that matmul_hopper reads."""
+def quantize_input(variant: str, format: str, T: int, I: int, eps: str | None = None, gather: bool = False) -> Kernel:
+    """`eps` is the norm's, None if there is no norm."""
     return Kernel.cuda(
         "quantize_input", variant, 1, 2 + (eps is not None) + gather, (T, 1, 1), 256, 0,
         3 * T * I, 4 * T * I + prepared_bytes(format, T, I),
-        I=I, WEIGHT=format, NORM=int(eps is not None), EPS=eps or "0.0f", GATHER=int(gather), CORES=int(cores),
+        I=I, WEIGHT=format, NORM=int(eps is not None), EPS=eps or "0.0f", GATHER=int(gather),
     )  # fmt: skip
 
 
@@ -224,9 +224,9 @@ CUTS = (
     Cut(128, 192, 2, 4, 1, 1),
 )
 MAX_STAGES, BAND = 6, 8
-_MULTIPLY, _CACHE, _SHARED, _MEMORY = 1200, 44, 128, 13  # a cycle of a multiprocessor: multiply-adds; bytes of each kind of memory
+_MULTIPLY, CACHE, _SHARED, MEMORY = 1200, 44, 128, 13  # a cycle of a multiprocessor: multiply-adds; bytes of each kind of memory
 _ISSUED, _BARRIER = 1.8, 80  # instructions of a warp a cycle; cycles that a stage's barrier costs
-_LATENCY = 4000  # cycles until blocks of threads have handed over their sums
+LATENCY = 4000  # cycles until blocks of threads have handed over their sums
 
 
 def k_blocks(format: str) -> int:
@@ -264,10 +264,10 @@ def cycles_of(cut: Cut, split: int, rows: int, T: int, I: int, format: str, gpu:
     fragments = (cut.tile_o // 16 * w * cut.warps_t + cut.tile_t // 8 * x * cut.warps_o) * share
     tiles = cut.tile_o // 16 * (cut.tile_t // 8)
     issued = (12 * tiles + 10 * cut.tile_o // 16 * cut.warps_t) * share / _ISSUED if _scale_bytes(format) else 0  # scales, nibbles
-    one = max(tiles * 4096 * share / _MULTIPLY, issued, (read + fragments) / _SHARED, read / _CACHE) + _BARRIER * share / k_blocks(format)
-    handed = 2 * (pieces - ceil_div(pieces, split)) * blocks * cut.tile_o * cut.tile_t * 4 / gpu.multiprocessors / _CACHE
-    memory = rows * I / 512 * w / gpu.multiprocessors / _MEMORY
-    return max(ceil_div(blocks * split, gpu.multiprocessors) * one, memory) + handed + (_LATENCY if split > 1 else 0)
+    one = max(tiles * 4096 * share / _MULTIPLY, issued, (read + fragments) / _SHARED, read / CACHE) + _BARRIER * share / k_blocks(format)
+    handed = 2 * (pieces - ceil_div(pieces, split)) * blocks * cut.tile_o * cut.tile_t * 4 / gpu.multiprocessors / CACHE
+    memory = rows * I / 512 * w / gpu.multiprocessors / MEMORY
+    return max(ceil_div(blocks * split, gpu.multiprocessors) * one, memory) + handed + (LATENCY if split > 1 else 0)
 
 
 def has_registers(cut: Cut, split: int, format: str) -> bool:
@@ -281,14 +281,28 @@ def has_registers(cut: Cut, split: int, format: str) -> bool:
     return split == 1 or sums < 64 or not needs_more
 
 
+def splits_of(I: int) -> list[int]:
+    """Into how many blocks of threads the pieces of a product may be divided."""
+    pieces = ceil_div(I, PIECE)
+    return [n for n in range(1, min(pieces, 16) + 1) if (n - 1) * ceil_div(pieces, n) < pieces]
+
+
+def handed_over(split: int, blocks: int, tile_o: int, tile_t: int, I: int) -> int:
+    """How many float32 the blocks of threads of a split product store for the last of them."""
+    pieces = ceil_div(I, PIECE)
+    return 0 if split == 1 else (pieces - ceil_div(pieces, split) + 1) * blocks * tile_o * tile_t
+
+
+def known_cuts(I: int, format: str, silu: bool, gpu: GPU) -> list[tuple[Cut, int]]:
+    """The cuts and splits that are possible."""
+    fit = [c for c in CUTS if stages_of(c, format, gpu) >= 2 and not (silu and c.tile_o // c.warps_o % 32)]  # a warp has gate and up
+    return [(c, n) for c in fit for n in splits_of(I) if has_registers(c, n, format)]
+
+
 @functools.cache
 def choice_of_cut(rows: int, T: int, I: int, format: str, silu: bool, gpu: GPU) -> tuple[Cut, int]:
     """The cut of a product, and the number of blocks of threads that share its columns."""
-    pieces = ceil_div(I, PIECE)
-    splits = [n for n in range(1, min(pieces, 16) + 1) if (n - 1) * ceil_div(pieces, n) < pieces]
-    fit = [c for c in CUTS if stages_of(c, format, gpu) >= 2 and not (silu and c.tile_o // c.warps_o % 32)]  # a warp has gate and up
-    known = [(c, n) for c in fit for n in splits if has_registers(c, n, format)]
-    return min(known, key=lambda known: cycles_of(known[0], known[1], rows, T, I, format, gpu))
+    return min(known_cuts(I, format, silu, gpu), key=lambda known: cycles_of(known[0], known[1], rows, T, I, format, gpu))
 
 
 @functools.cache
@@ -306,8 +320,7 @@ def matmul(variant: str, p: Product, gpu: GPU, chosen: tuple[Cut, int] | None = 
     """
     format, T, O, I, rows = p.format, p.T, p.O, p.I, p.rows
     cut, split = chosen or choice_of_cut(rows, T, I, format, p.silu, gpu)
-    blocks, pieces = ceil_div(rows, cut.tile_o) * ceil_div(T, cut.tile_t), ceil_div(I, PIECE)
-    stages = stages_of(cut, format, gpu)
+    blocks, stages = ceil_div(rows, cut.tile_o) * ceil_div(T, cut.tile_t), stages_of(cut, format, gpu)
     kernel = Kernel.cuda(
         "matmul", variant, 1 + 2 * (split > 1), 3 + p.bias + p.residual, (blocks, split, 1), cut.threads,
         stages * _stage(cut, format) + _merge(cut),
@@ -318,34 +331,7 @@ def matmul(variant: str, p: Product, gpu: GPU, chosen: tuple[Cut, int] | None = 
         STAGES=stages, BAND=BAND, RESIDENT=cut.resident, **({"BIAS_FIRST": p.bias_first} if p.bias_first else {}),
         **row_bias(p.bias_pitch),
     ).passing(T)  # fmt: skip
-    if split == 1:
-        return kernel, 0, 0
-    return kernel, (pieces - ceil_div(pieces, split) + 1) * blocks * cut.tile_o * cut.tile_t, blocks
-
-
-HOPPER = "sm_90a"
-HOPPER_ROWS = 256  # of x, from which on its tiles are filled
-
-
-def matmul_hopper(variant: str, p: Product, gpu: GPU) -> Kernel:
-    """16-bit weights and many rows: a tile is 128 rows of weight by 128 or 192 tokens. x is prepared with `cores`."""
-    format, T, O, I, rows = p.format, p.T, p.O, p.I, p.rows
-
-    def waves(tile: int) -> int:
-        return ceil_div(ceil_div(rows, 128) * ceil_div(T, tile), gpu.multiprocessors) * (tile + 16)  # 16: a tile's fixed cost
-
-    tile = min((192, 128), key=waves)
-    gate_up = 256 * tile if p.silu else 0
-    blocks = k_blocks(format)
-    stage = blocks * (8192 + 64 * tile)
-    stages = min(MAX_STAGES, (gpu.shared - 1024 - gate_up) // stage)
-    return Kernel.cuda(
-        "matmul_hopper", variant, 1, 3 + p.bias + p.residual, (ceil_div(rows, 128) * ceil_div(T, tile), 1, 1), 384,
-        stages * stage + gate_up,
-        2 * T * rows * I, panel_bytes(format, rows, I) + prepared_bytes(format, T, I) + 4 * T * O * (1 + p.residual),
-        O=O, I=I, WEIGHT=format, BIAS=int(p.bias), RESIDUAL=int(p.residual), ACTIVATION=int(p.gelu), SILU=int(p.silu), TILE_T=tile,
-        K_BLOCKS=blocks, STAGES=stages, BAND=BAND, **row_bias(p.bias_pitch),
-    )  # fmt: skip
+    return kernel, handed_over(split, blocks, cut.tile_o, cut.tile_t, I), blocks if split > 1 else 0
 
 
 # --- attention

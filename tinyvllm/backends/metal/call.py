@@ -130,6 +130,9 @@ class MetalBackend(ExpertKernels, WithoutRanks):
     def compile_ahead(self, kernels: Sequence[Kernel], placement: Placement) -> None:
         """Nothing: Metal compiles a kernel in milliseconds, in a process of its own."""
 
+    def tested_rows(self, variant: str) -> int:
+        return 0
+
     def unsupported(self, stem: str, facts: ShapeFacts) -> str | None:
         if stem == "attention_prefill" and (layout := self._layouts.get(facts.placement.device)) is not None:
             return f"kernel multiplies matrices, which have another layout here: {layout}"
