@@ -130,25 +130,43 @@ DEVICE int row_of(const Tile &tile, int token, const int *order, int count) {
   return place < count ? place : -1;
 }
 
+// What is added to an output; each is read only if there is such a thing.
+struct Addends {
+  float bias, up_bias, residual;
+};
+
+// Everything that is added to a row tile is read before any of it is written: the compiler must assume that a write changes what is read
+// next, and 32 reads that wait for each other took longer than the product (18 us instead of 4 for [2048, 2048] and 64 rows, H100).
 DEVICE void write(float *out, const Sums &total, const float *bias, const float *residual, const Tile &tile, const int *order, int count,
                   const Place &place) {
   constexpr int OUT_WARP_O = SILU ? WARP_O / 2 : WARP_O;  // tiles of out of a warp
+  int rows[WARP_T][2];
+#pragma unroll
+  for (int i = 0; i < WARP_T * 2; i++)
+    rows[i / 2][i % 2] = row_of(tile, (place.warp_t * WARP_T + i / 2) * 8 + place.lane % 4 * 2 + i % 2, order, count);
 #pragma unroll
   for (int m = 0; m < OUT_WARP_O; m++) {
+    const int first = (tile.row_block * OUT_TILES_OF_BLOCK + out_tile(place.warp_o * WARP_O + m)) * 16 + place.lane / 4;
+    Addends addends[WARP_T][4];
 #pragma unroll
-    for (int n = 0; n < WARP_T; n++) {
+    for (int i = 0; i < WARP_T * 4; i++) {
+      const int row = rows[i / 4][i % 2], o = first + i % 4 / 2 * 8;
+      Addends &own = addends[i / 4][i % 4];
+      own = {};
+      if (o >= O || row < 0) continue;
+      const float *own_bias = bias + (u64)row * BIAS_PITCH + BIAS_FIRST + tile.expert * O + o;
+      if (BIAS) own.bias = *own_bias;
+      if (BIAS && SILU) own.up_bias = own_bias[EXPERTS * O];
+      if (RESIDUAL) own.residual = residual[(u64)row * O + o];
+    }
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const int o = (tile.row_block * OUT_TILES_OF_BLOCK + out_tile(place.warp_o * WARP_O + m)) * 16 + place.lane / 4 + e / 2 * 8;
-        const int row = row_of(tile, (place.warp_t * WARP_T + n) * 8 + place.lane % 4 * 2 + e % 2, order, count);
-        if (o >= O || row < 0) continue;
-        float y = total[m][n][e];
-        const u64 at = (u64)row * O + o;
-        const float *own_bias = bias + (u64)row * BIAS_PITCH + BIAS_FIRST + tile.expert * O + o;
-        y = finished<BIAS, ACTIVATION, RESIDUAL>(y, own_bias, residual + at);
-        if constexpr (SILU) y = gated(y, finished<BIAS, NO_ACTIVATION, 0>(total[m + OUT_WARP_O][n][e], own_bias + EXPERTS * O, nullptr));
-        out[at] = y;
-      }
+    for (int i = 0; i < WARP_T * 4; i++) {
+      const int n = i / 4, e = i % 4, row = rows[n][e % 2], o = first + e / 2 * 8;
+      if (o >= O || row < 0) continue;
+      const Addends &own = addends[n][e];
+      float y = finished<BIAS, ACTIVATION, RESIDUAL>(total[m][n][e], &own.bias, &own.residual);
+      if constexpr (SILU) y = gated(y, finished<BIAS, NO_ACTIVATION, 0>(total[m + OUT_WARP_O][n][e], &own.up_bias, nullptr));
+      out[(u64)row * O + o] = y;
     }
   }
 }

@@ -13,14 +13,13 @@
 // T % 8 == 0, I % 32 == 0, any O (SILU: O % 16 == 0). ACTIVATION: NO_ACTIVATION or GELU. The order of every sum is that of product.cuh,
 // provided that a warpgroup's product of 16 columns rounds as mma's does, as it did on an H100; the self-test compares the bits.
 //
-// Unit of work: a thread block computes TILE_O (64 or 128) rows of weight by TILE_T (16, 32, 64, 128 or 192) tokens; with SILU half of the
+// Unit of work: a thread block computes TILE_O (64 or 128) rows of weight by TILE_T (64, 128 or 192) tokens; with SILU half of the
 // rows are gate's and the others the same of up. A warpgroup for each 64 rows multiplies: the fragments of the weights go from shared memory
 // through registers, x is read in place. Three warps of one more warpgroup copy, in bulk, through a ring of STAGES stages of K_BLOCKS (1, 2
 // or 4) x 32 columns; with 192 tokens it gives its registers to the others, whose sums and totals take 192. A request for a copy takes its
 // warp about 60 cycles: when one warp made 24 of them, for each group of tokens, that took longer than the arithmetic, 1,500 cycles instead
 // of 512. While one warpgroup waits or loads, the other has the tensor cores. With SPLIT > 1 the pieces are divided among SPLIT thread
-// blocks, as in matmul.cu. Of few tokens, where reading the weights is what takes long, the first of them are requested before the kernel
-// before this one has ended.
+// blocks, as in matmul.cu.
 //
 //   grid (ceil(rows of weight / TILE_O) ceil(T / TILE_T), SPLIT, 1), in the order of matmul.cu's; block = 2 TILE_O + 128
 //   shared = STAGES K_BLOCKS (64 TILE_O + 64 TILE_T) + (SILU ? 2 TILE_O TILE_T : 0) bytes
@@ -39,7 +38,7 @@ constexpr int PIECES = pieces_of(I), PER_SPLIT = (PIECES + SPLIT - 1) / SPLIT;
 constexpr int W_TILE = 1024, X_TILE = 512, CORE = 128;  // bytes of a block of columns, and of a core matrix
 constexpr int X_AT = ROW_TILES * K_BLOCKS * W_TILE, STAGE = X_AT + GROUPS * K_BLOCKS * X_TILE;
 constexpr int CONSUMERS = ROW_TILES, PRODUCERS = 3, COPIES = ROW_TILES + K_BLOCKS;  // warps; copies of a stage
-constexpr bool GIVES_REGISTERS = TILE_T > 128, EARLY = TILE_T <= 64;
+constexpr bool GIVES_REGISTERS = TILE_T > 128;
 static_assert(WEIGHT == BF16 || WEIGHT == F16, "matmul_hopper: WEIGHT must be BF16 or F16");
 static_assert(I % 32 == 0 && PIECE_STEPS % K_BLOCKS == 0 && !(SILU && (O % 16 || RESIDUAL)), "matmul_hopper: sizes");
 static_assert((SPLIT - 1) * PER_SPLIT < PIECES, "matmul_hopper: SPLIT leaves a thread block without pieces");
@@ -76,7 +75,7 @@ struct Copy {
 DEVICE Tile tile_of_block();
 DEVICE Copy copy_of_weights(const u8 *weight, const Tile &tile, int row_tile);
 DEVICE Copy copy_of_x(const u8 *prepared, int all_groups, const Tile &tile, int block);
-DEVICE void produce(Ring &ring, Copy &copy, const Tile &tile, int first, int last);
+DEVICE void produce(Ring ring, Copy copy, const Tile &tile);
 DEVICE void consume(Sums &total, Ring ring, float4 *partial, const Tile &tile, int warp, int lane);
 DEVICE bool is_last_split(Sums &total, float4 *partial, u32 *counters, const Tile &tile, int warp, int lane);
 DEVICE void send_up(float4 *shared, const Sums &total, int warp, int lane);
@@ -96,16 +95,14 @@ extern "C" __global__ void __launch_bounds__(32 * CONSUMERS + 128, RESIDENT)
 #if !RESIDUAL
   const float *residual = nullptr;
 #endif
+  await_previous();
   DYNAMIC_SHARED(memory);
   static __shared__ u64 full[STAGES], empty[STAGES], sent;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, number = lane * PRODUCERS + warp - CONSUMERS;
-  const bool copies = warp < CONSUMERS + PRODUCERS && number < COPIES, is_x = number >= ROW_TILES;
+  const int count = rows[0], warp = threadIdx.x / 32, lane = threadIdx.x % 32, number = lane * PRODUCERS + warp - CONSUMERS;
+  const bool copies = warp < CONSUMERS + PRODUCERS && number < COPIES;
   const Tile tile = tile_of_block();
   Ring ring = {memory, full, empty, 0, 0};
-  if (!EARLY) {
-    await_previous();
-    if (tile.token_block * TILE_T >= rows[0]) return;
-  }
+  if (tile.token_block * TILE_T >= count) return;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) barrier_init(full + i, COPIES), barrier_init(empty + i, CONSUMERS);
     barrier_init(&sent, CONSUMERS / 2);
@@ -115,15 +112,11 @@ extern "C" __global__ void __launch_bounds__(32 * CONSUMERS + 128, RESIDENT)
   Sums total;
   if (warp >= CONSUMERS) {
     if (GIVES_REGISTERS) fewer_registers<24>();
-    Copy copy = copy_of_weights(weight, tile, number);
-    int ahead = 0;
-    if (EARLY && copies && !is_x) ahead = min(STAGES, tile.steps), produce(ring, copy, tile, 0, ahead);
-    if (EARLY) await_previous();
-    if (is_x) copy = copy_of_x(prepared, all_groups, tile, number - ROW_TILES);
-    if (copies) produce(ring, copy, tile, ahead, tile.steps);
+    const bool is_x = number >= ROW_TILES;
+    const Copy copy = is_x ? copy_of_x(prepared, all_groups, tile, number - ROW_TILES) : copy_of_weights(weight, tile, number);
+    if (copies) produce(ring, copy, tile);  // one call: lanes of a warp that go separate ways would wait for each other
     if (SPLIT == 1) return;
   } else {
-    if (EARLY) await_previous();
     if (GIVES_REGISTERS) more_registers<240>();
     consume(total, ring, partial, tile, warp, lane);
   }
@@ -137,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(32 * CONSUMERS + 128, RESIDENT)
     return;
   }
   if (SILU) barrier_wait(&sent, 0);
-  write(out, total, ups, bias, residual, tile, rows[0], warp, lane);
+  write(out, total, ups, bias, residual, tile, count, warp, lane);
 }
 
 DEVICE Tile tile_of_block() {
@@ -169,9 +162,8 @@ DEVICE Copy copy_of_x(const u8 *prepared, int all_groups, const Tile &tile, int 
   return {from, (u32)(K_BLOCKS * all_groups * X_TILE), (u32)(X_AT + block * GROUPS * X_TILE), block};
 }
 
-// Stages `first` to `last` - 1 of the tile.
-DEVICE void produce(Ring &ring, Copy &copy, const Tile &tile, int first, int last) {
-  for (int i = first; i < last; i++, next_stage(ring), copy.from += copy.pitch) {
+DEVICE void produce(Ring ring, Copy copy, const Tile &tile) {
+  for (int i = 0; i < tile.steps; i++, next_stage(ring), copy.from += copy.pitch) {
     const int blocks = BLOCKS % K_BLOCKS ? min(BLOCKS - tile.first * PIECE_STEPS - i * K_BLOCKS, K_BLOCKS) : K_BLOCKS;
     const u32 bytes = copy.block < 0 ? blocks * W_TILE : copy.block < blocks ? GROUPS * X_TILE : 0;
     u64 *full = ring.full + ring.stage;
@@ -265,21 +257,43 @@ DEVICE bool is_last_split(Sums &total, float4 *partial, u32 *counters, const Til
 // Sends up's totals to the warps that have gate's, through `shared` [CONSUMERS / 2 warps][GROUPS][32 lanes] float4.
 DEVICE void send_up(float4 *shared, const Sums &total, int warp, int lane) { store(shared + (warp - CONSUMERS / 2) * GROUPS * 32, total, lane); }
 
+// What is added to an output; each is read only if there is such a thing.
+struct Addends {
+  float bias, up_bias, residual;
+};
+
+// What is added is read before anything is written, for AT_ONCE groups at a time: the compiler must assume that a write changes what is read
+// next, and reads would wait for each other.
 DEVICE void write(float *out, const Sums &total, const float4 *ups, const float *bias, const float *residual, const Tile &tile, int count,
                   int warp, int lane) {
+  constexpr int AT_ONCE = GROUPS < 8 ? GROUPS : 8;
+  const int first = out_tile(tile, warp) * 16 + lane / 4;
 #pragma unroll
-  for (int n = 0; n < GROUPS; n++) {
-    const float4 four = SILU ? ups[(warp * GROUPS + n) * 32 + lane] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    const float up[4] = {four.x, four.y, four.z, four.w};
+  for (int n = 0; n < GROUPS; n += AT_ONCE) {
+    const int first_token = tile.token_block * TILE_T + n * 8 + lane % 4 * 2;
+    Addends addends[AT_ONCE][4];
 #pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const int o = out_tile(tile, warp) * 16 + lane / 4 + e / 2 * 8, token = tile.token_block * TILE_T + n * 8 + lane % 4 * 2 + e % 2;
+    for (int i = 0; i < AT_ONCE * 4; i++) {
+      const int token = first_token + i / 4 * 8 + i % 2, o = first + i % 4 / 2 * 8;
+      Addends &own = addends[i / 4][i % 4];
+      own = {};
       if (o >= O || token >= count) continue;
-      const u64 at = (u64)token * O + o;
-      const float *own = bias + (u64)token * BIAS_PITCH + o;
-      float y = finished<BIAS, ACTIVATION, RESIDUAL>(total[n][e], own, residual + at);
-      if constexpr (SILU) y = gated(y, finished<BIAS, NO_ACTIVATION, 0>(up[e], own + O, nullptr));
-      out[at] = y;
+      const float *own_bias = bias + (u64)token * BIAS_PITCH + o;
+      if (BIAS) own.bias = *own_bias;
+      if (BIAS && SILU) own.up_bias = own_bias[O];
+      if (RESIDUAL) own.residual = residual[(u64)token * O + o];
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE * 4; i++) {
+      const int e = i % 4, token = first_token + i / 4 * 8 + e % 2, o = first + e / 2 * 8;
+      if (o >= O || token >= count) continue;
+      const Addends &own = addends[i / 4][e];
+      float y = finished<BIAS, ACTIVATION, RESIDUAL>(total[n + i / 4][e], &own.bias, &own.residual);
+      if constexpr (SILU) {
+        const float up = ((const float *)(ups + (warp * GROUPS + n + i / 4) * 32 + lane))[e];
+        y = gated(y, finished<BIAS, NO_ACTIVATION, 0>(up, &own.up_bias, nullptr));
+      }
+      out[(u64)token * O + o] = y;
     }
   }
 }

@@ -19,6 +19,7 @@
 #include "product.cuh"
 
 constexpr int BLOCKS = I / STEP, TOKENS_OF_GROUP = 8;
+constexpr int AT_ONCE = 4;  // blocks that are read before they are written: after a write the compiler must wait before it reads
 static_assert(I % STEP == 0, "quantize_cores: I must be a multiple of 32");
 static_assert(!QUANTIZED, "quantize_cores: WEIGHT must be BF16 or F16");
 
@@ -61,12 +62,15 @@ extern "C" __global__ void __launch_bounds__(256) quantize_cores(uint4 *prepared
 #else
   const float *norm = nullptr;
 #endif
-  const int groups = (gridDim.x + GROUPS_MULTIPLE - 1) / GROUPS_MULTIPLE * GROUPS_MULTIPLE;
-#pragma unroll 2
-  for (int block = blockIdx.y * 8 + warp; block < BLOCKS; block += gridDim.y * 8) {
-    float v[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
-    if (row.valid) normed_eight(v, row, norm, block * STEP + lane / TOKENS_OF_GROUP * 8);
-    prepared[((u64)block * groups + group) * 32 + lane] = round_cell(v);
+  const int groups = (gridDim.x + GROUPS_MULTIPLE - 1) / GROUPS_MULTIPLE * GROUPS_MULTIPLE, pitch = gridDim.y * 8;
+  for (int block = blockIdx.y * 8 + warp; block < BLOCKS; block += AT_ONCE * pitch) {
+    float v[AT_ONCE][8] = {};
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+      if (row.valid && block + i * pitch < BLOCKS) normed_eight(v[i], row, norm, (block + i * pitch) * STEP + lane / TOKENS_OF_GROUP * 8);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+      if (block + i * pitch < BLOCKS) prepared[((u64)(block + i * pitch) * groups + group) * 32 + lane] = round_cell(v[i]);
   }
 }
 

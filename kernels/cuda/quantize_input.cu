@@ -98,14 +98,21 @@ DEVICE void write_cell(u8 *prepared, const float (&v)[8], int token, int cell, b
 #endif
 }
 
-// Writes zeros if not `valid`.
+// Writes zeros if not `valid`. AT_ONCE cells are read before they are written: after a write the compiler must wait before it reads.
 DEVICE void write_row(u8 *prepared, const Row &row, int token, int thread, bool valid) {
-#pragma unroll 4
-  for (int round = 0; round < ROUNDS; round++) {
-    const int cell = round * THREADS + thread;
-    const bool has_cell = CELLS % THREADS == 0 || cell < CELLS;
-    float v[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
-    if (has_cell && valid) normed_cell(v, row, cell);
-    write_cell(prepared, v, token, cell, has_cell);
+  constexpr int AT_ONCE = ROUNDS < 4 ? ROUNDS : 4;
+  for (int first = 0; first < ROUNDS; first += AT_ONCE) {
+    float v[AT_ONCE][8] = {};
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int cell = (first + i) * THREADS + thread;
+      if (valid && cell < CELLS) normed_cell(v[i], row, cell);
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      if (first + i >= ROUNDS) break;
+      const int cell = (first + i) * THREADS + thread;
+      write_cell(prepared, v[i], token, cell, cell < CELLS);
+    }
   }
 }

@@ -80,8 +80,6 @@ DEVICE u64 matrix_descriptor(const void *shared, u32 number_stride, u32 token_st
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                         \
   }
 #define WARPGROUP_MMAS_OF(name, type)                                \
-  WARPGROUP_MMA_OF(name, type, 16, 8, 8, 9, 10, 11, 12)              \
-  WARPGROUP_MMA_OF(name, type, 32, 16, 16, 17, 18, 19, 20)           \
   WARPGROUP_MMA_OF(name, type, 64, 32, 32, 33, 34, 35, 36)           \
   WARPGROUP_MMA_OF(name, type, 128, 64, 64, 65, 66, 67, 68)          \
   WARPGROUP_MMA_OF(name, type, 192, 96, 96, 97, 98, 99, 100)

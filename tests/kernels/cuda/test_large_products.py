@@ -278,8 +278,8 @@ def test_splits_arrive_in_any_order(seed: int) -> None:
 
 HOPPER_CUTS = [
     HopperCut(128, 128),
-    HopperCut(64, 16, split=2),
-    HopperCut(128, 32, split=4, stages=2),
+    HopperCut(64, 64, split=2),
+    HopperCut(128, 64, split=4, stages=2),
     pytest.param(HopperCut(128, 192, k_blocks=4, stages=2), marks=pytest.mark.long),
     pytest.param(HopperCut(64, 64, k_blocks=1, stages=8), marks=pytest.mark.long),
     pytest.param(HopperCut(64, 128, split=4, k_blocks=4, stages=2), marks=pytest.mark.long),
@@ -297,7 +297,7 @@ def test_hopper_gives_the_same_sums(format: str, cut: HopperCut) -> None:
     tiles.same_bits(got[:20], data.run(WIDE, 20))
 
 
-@pytest.mark.parametrize("cut", [HopperCut(128, 64), pytest.param(HopperCut(64, 32, split=2), marks=pytest.mark.long)])
+@pytest.mark.parametrize("cut", [HopperCut(128, 64), pytest.param(HopperCut(64, 64, split=2), marks=pytest.mark.long)])
 def test_hopper_combines_gate_and_up(cut: HopperCut) -> None:
     data = Data(Product("BF16", 136, 80, 544, bias=True, silu=True))
     got = data.hopper(cut, 130, seed=1)
@@ -308,7 +308,7 @@ def test_hopper_combines_gate_and_up(cut: HopperCut) -> None:
 def test_hoppers_splits_arrive_in_any_order() -> None:
     data = Data(Product("BF16", 16, 64, 2560))
     for seed in range(2):
-        tiles.same_bits(data.hopper(HopperCut(64, 16, split=5), 16, seed=seed + 1), data.run(SMALL, 16))
+        tiles.same_bits(data.hopper(HopperCut(64, 64, split=5), 16, seed=seed + 1), data.run(SMALL, 16))
 
 
 def test_no_rows_write_nothing() -> None:

@@ -8,11 +8,8 @@ import functools
 
 from tinyvllm.backends.cuda.plan import (
     BAND,
-    CACHE,
     GPU,
-    LATENCY,
     MAX_STAGES,
-    MEMORY,
     PIECE,
     handed_over,
     k_blocks,
@@ -28,7 +25,7 @@ from tinyvllm.quant.formats import FORMATS
 from tinyvllm.quant.layouts import panel_bytes
 
 HOPPER = "sm_90a"
-LEAST_ROWS = 256  # of x, from which on its tiles are filled
+LEAST_ROWS = 72  # of x: up to 64 matmul.cu is as fast, or faster
 GROUPS_MULTIPLE = 48  # prepared groups of eight tokens are a multiple of this: whole tiles of any size
 
 
@@ -53,7 +50,11 @@ def quantize_cores(variant: str, format: str, T: int, I: int, eps: str | None = 
     )  # fmt: skip
 
 
-# --- the choice of a cut
+# --- the choice of a cut. The figures are fitted to what an H100 takes for each cut (benchmarks/results/gpu_cuts.jsonl).
+
+# A cycle of a multiprocessor: multiply-adds; bytes of the L2 cache; bytes that blocks of threads hand over; bytes of memory.
+_MULTIPLIED, _COPIED, _HANDED, _MEMORY = 1450, 40, 11.5, 9.4
+_STAGE, _WRITTEN, _LATENCY = 4.2, 0.275, 1900  # cycles of a column, of an output, and until blocks of threads have handed over their sums
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ class Cut:
 
 
 CUTS = (
-    *(Cut(64, t, 2) for t in (16, 32, 64)),
-    *(Cut(128, t, 1) for t in (16, 32, 64)),
+    Cut(64, 64, 2),
+    Cut(128, 64, 1),
     Cut(64, 128, 1),
     Cut(128, 128, 1),
     Cut(128, 192, 1),
@@ -99,15 +100,14 @@ def _ups(cut: Cut, silu: bool) -> int:
 
 def cycles_of(cut: Cut, split: int, rows: int, T: int, I: int, gpu: GPU) -> float:
     """About what a product with `rows` rows of 16-bit weight costs, as `cycles_of`."""
-    pieces, blocks = ceil_div(I, PIECE), ceil_div(rows, cut.tile_o) * ceil_div(T, cut.tile_t)
+    pieces, blocks, numbers = ceil_div(I, PIECE), ceil_div(rows, cut.tile_o) * ceil_div(T, cut.tile_t), cut.tile_o * cut.tile_t
     columns = ceil_div(pieces, split) / pieces * I
-    multiplied = cut.tile_o * cut.tile_t * columns / 1800
-    copied = 2 * (cut.tile_o + cut.tile_t) * columns / CACHE
-    one = max(multiplied, copied, 5 * columns / cut.resident) + 2500 + cut.tile_o * cut.tile_t / 8
-    handed = 2 * (pieces - ceil_div(pieces, split)) * blocks * cut.tile_o * cut.tile_t * 4 / gpu.multiprocessors / CACHE
-    memory = 2 * rows * I / gpu.multiprocessors / MEMORY
+    copied = 2 * (cut.tile_o + cut.tile_t) / _COPIED
+    one = max(numbers / _MULTIPLIED, copied, _STAGE / cut.resident) * columns + _WRITTEN * numbers
+    handed = 8 * (pieces - ceil_div(pieces, split)) * blocks * numbers / gpu.multiprocessors / _HANDED
+    memory = 2 * rows * I / gpu.multiprocessors / _MEMORY
     waves = ceil_div(blocks * split, gpu.multiprocessors * cut.resident) * cut.resident
-    return max(waves * one, memory) + handed + (LATENCY if split > 1 else 0)
+    return max(waves * one, memory) + handed + (_LATENCY if split > 1 else 0)
 
 
 def known_cuts(I: int, silu: bool, gpu: GPU) -> list[tuple[Cut, int]]:

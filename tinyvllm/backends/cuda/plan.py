@@ -224,9 +224,9 @@ CUTS = (
     Cut(128, 192, 2, 4, 1, 1),
 )
 MAX_STAGES, BAND = 6, 8
-_MULTIPLY, CACHE, _SHARED, MEMORY = 1200, 44, 128, 13  # a cycle of a multiprocessor: multiply-adds; bytes of each kind of memory
+_MULTIPLY, _CACHE, _SHARED, _MEMORY = 1200, 44, 128, 13  # a cycle of a multiprocessor: multiply-adds; bytes of each kind of memory
 _ISSUED, _BARRIER = 1.8, 80  # instructions of a warp a cycle; cycles that a stage's barrier costs
-LATENCY = 4000  # cycles until blocks of threads have handed over their sums
+_LATENCY = 4000  # cycles until blocks of threads have handed over their sums
 
 
 def k_blocks(format: str) -> int:
@@ -264,10 +264,10 @@ def cycles_of(cut: Cut, split: int, rows: int, T: int, I: int, format: str, gpu:
     fragments = (cut.tile_o // 16 * w * cut.warps_t + cut.tile_t // 8 * x * cut.warps_o) * share
     tiles = cut.tile_o // 16 * (cut.tile_t // 8)
     issued = (12 * tiles + 10 * cut.tile_o // 16 * cut.warps_t) * share / _ISSUED if _scale_bytes(format) else 0  # scales, nibbles
-    one = max(tiles * 4096 * share / _MULTIPLY, issued, (read + fragments) / _SHARED, read / CACHE) + _BARRIER * share / k_blocks(format)
-    handed = 2 * (pieces - ceil_div(pieces, split)) * blocks * cut.tile_o * cut.tile_t * 4 / gpu.multiprocessors / CACHE
-    memory = rows * I / 512 * w / gpu.multiprocessors / MEMORY
-    return max(ceil_div(blocks * split, gpu.multiprocessors) * one, memory) + handed + (LATENCY if split > 1 else 0)
+    one = max(tiles * 4096 * share / _MULTIPLY, issued, (read + fragments) / _SHARED, read / _CACHE) + _BARRIER * share / k_blocks(format)
+    handed = 2 * (pieces - ceil_div(pieces, split)) * blocks * cut.tile_o * cut.tile_t * 4 / gpu.multiprocessors / _CACHE
+    memory = rows * I / 512 * w / gpu.multiprocessors / _MEMORY
+    return max(ceil_div(blocks * split, gpu.multiprocessors) * one, memory) + handed + (_LATENCY if split > 1 else 0)
 
 
 def has_registers(cut: Cut, split: int, format: str) -> bool:
