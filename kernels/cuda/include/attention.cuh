@@ -44,6 +44,9 @@
 #define SINKS_ARGUMENT
 #define SINKS_POINTER nullptr
 #endif
+#ifndef TEAM  // warps that share a partition, each with its part of the values' columns
+#define TEAM 1
+#endif
 #define MINUS_INFINITY float_from_bits(0xFF800000u)  // the maximum before the first key
 
 constexpr int G = H / K;  // query heads of a KV head
@@ -52,7 +55,7 @@ constexpr int PARTITION = 256;
 constexpr int STEPS = D / 16;  // mma steps of a score
 constexpr int HALVES = D > 256 ? 2 : 1;
 constexpr int VALUES = D / HALVES;   // columns of an output row that a thread block has
-constexpr int COLUMNS = VALUES / 8;  // mma column groups of them
+constexpr int COLUMNS = VALUES / 8 / TEAM;  // mma column groups of them that a warp has
 constexpr int PIECES = D / 8;        // of 16 bytes in a row of the cache
 constexpr int PITCH = D * 2 + 16;    // bytes from row to row of keys in shared memory
 constexpr int VALUES_PITCH = VALUES * 2 + 16;
@@ -81,6 +84,10 @@ struct RowState {
   float max[2];         // largest score * SCALE_2 so far; -infinity before the first key
   float sum[2];         // of the weights: this lane's part
 };
+
+DEVICE int lane_of() { return TEAM == 1 ? threadIdx.x : threadIdx.x % 32; }
+// The first of a warp's columns of the values.
+DEVICE int first_column() { return TEAM == 1 ? 0 : threadIdx.x / 32 * (COLUMNS * 8); }
 
 // First key that the row at `position` sees.
 DEVICE int first_visible(int position) { return WINDOW > 0 ? max(0, position - WINDOW + 1) : 0; }

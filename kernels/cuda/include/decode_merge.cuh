@@ -49,16 +49,25 @@ DEVICE int first_record(const Records &partial, int b, int head) {
 DEVICE float *values_of(const Records &partial, int record) { return partial.values + (s64)record * (ROWS * VALUES); }
 DEVICE float2 *max_and_sum_of(const Records &partial, int record) { return partial.max_and_sum + (s64)record * ROWS; }
 
+// "Warp" here is a thread block: of one warp, or of a TEAM of them.
+DEVICE void sync_team() {
+  if (TEAM == 1) __syncwarp();
+  else __syncthreads();
+}
+
 // Adds `more` to a counter; true for the warp that completes `expected`, which then sees everything that the others wrote before theirs.
 DEVICE bool is_last(u32 *counter, int more, int expected) {
+  static __shared__ u32 of_team;
   u32 before = 0;
-  __syncwarp();
+  sync_team();
   if (threadIdx.x == 0) {
     before = arrive(counter, more);
     if ((int)before == expected - more) *counter = 0;
+    if (TEAM > 1) of_team = before;
   }
-  before = __shfl_sync(ALL_LANES, before, 0);
-  __syncwarp();
+  if (TEAM == 1) before = __shfl_sync(ALL_LANES, before, 0);
+  sync_team();
+  if (TEAM > 1) before = of_team;
   return (int)before == expected - more;
 }
 
@@ -66,7 +75,7 @@ DEVICE bool is_last(u32 *counter, int more, int expected) {
 
 // The output of a sequence of one partition. `head_sinks`, here and below: those of all heads, if there are any.
 DEVICE void write_output(const RowState &state, const float (&sum)[2], float *out, const float *head_sinks, const Cursor &at) {
-  const int g = threadIdx.x / 4, column = threadIdx.x % 4 * 2;
+  const int g = lane_of() / 4, column = first_column() + lane_of() % 4 * 2;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     float *row = row_pointer(out, at.b, at.head, g + 8 * r);
@@ -80,15 +89,15 @@ DEVICE void write_output(const RowState &state, const float (&sum)[2], float *ou
 
 // The lane's row r of an mma as row `row` of a record.
 DEVICE void write_record_row(const RowState &state, const float (&sum)[2], int r, const Records &partial, int record, int row) {
-  const int t = threadIdx.x % 4;
-  float *to = values_of(partial, record) + row * VALUES + t * 2;
+  const int t = lane_of() % 4;
+  float *to = values_of(partial, record) + row * VALUES + first_column() + t * 2;
 #pragma unroll
   for (int n = 0; n < COLUMNS; n++) *(float2 *)(to + n * 8) = make_float2(state.o[n][2 * r], state.o[n][2 * r + 1]);
-  if (t == 0) max_and_sum_of(partial, record)[row] = make_float2(state.max[r], sum[r]);
+  if (t == 0 && threadIdx.x < 32) max_and_sum_of(partial, record)[row] = make_float2(state.max[r], sum[r]);
 }
 
 DEVICE void write_record(const RowState &state, const float (&sum)[2], const Records &partial, int record) {
-  const int g = threadIdx.x / 4;
+  const int g = lane_of() / 4;
 #pragma unroll
   for (int r = 0; r < 2; r++)
     if (g + 8 * r < ROWS) write_record_row(state, sum, r, partial, record, g + 8 * r);
@@ -97,7 +106,7 @@ DEVICE void write_record(const RowState &state, const float (&sum)[2], const Rec
 // The rows of pass `pass` that belong to sequences at.b + from to at.b + end - 1, each into its follower's own space.
 DEVICE void write_follower_records(const RowState &state, const float (&sum)[2], const Records &partial, const Cursor &at, int pass,
                                    int from, int end) {
-  const int g = threadIdx.x / 4;
+  const int g = lane_of() / 4;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int i = pass * TOGETHER + (g + 8 * r) / ROWS;
@@ -112,7 +121,7 @@ DEVICE void write_follower_records(const RowState &state, const float (&sum)[2],
 // `count` records from `record` on become one, number `to`, or, if `to` is -1, the rows of `out` of this head. The merged records may then
 // be written again.
 DEVICE void merge(const Records &partial, int record, int count, int to, float *out, const float *head_sinks, int b, int head) {
-  for (int i = threadIdx.x; i < ROWS * VALUES / 4; i += 32) {
+  for (int i = threadIdx.x; i < ROWS * VALUES / 4; i += 32 * TEAM) {
     const int r = i / (VALUES / 4);
     const float4 *values = (const float4 *)values_of(partial, record) + i;
     const float2 *max_and_sum = max_and_sum_of(partial, record) + r;
@@ -144,7 +153,7 @@ DEVICE void merge(const Records &partial, int record, int count, int to, float *
       ((float4 *)row)[i % (VALUES / 4)] = make_float4(o.x * inverse, o.y * inverse, o.z * inverse, o.w * inverse);
     }
   }
-  __syncwarp();
+  sync_team();
 }
 
 // --- followers
@@ -213,7 +222,7 @@ DEVICE bool end_partition(const RowState &state, const float (&sum)[2], float *o
   const int record = first_record(space);
   write_record(state, sum, partial, record + partition % SECTION_PARTITIONS);
   if (partition != high && unit_at(at, partition + 1) < run.end) return false;
-  if (space.exclusive) __syncwarp();
+  if (space.exclusive) sync_team();
   else if (!is_last(counters + 2 * space.owner, finished_since(at, run, low), high - low + 1)) return false;
   const int first_section = first / SECTION_PARTITIONS, last_section = last / SECTION_PARTITIONS;
   const Space all = space_of(run, unit_at(at, first), unit_at(at, last));

@@ -35,7 +35,7 @@ struct Stream {
 };
 
 // The key of a stage whose block the lane looks up: of packed stages the first of the four that it copies.
-DEVICE int lane_key() { return PACKED ? threadIdx.x % 8 * 4 : threadIdx.x; }
+DEVICE int lane_key() { return PACKED ? lane_of() % 8 * 4 : lane_of(); }
 
 DEVICE void look_up_blocks(Stream &stream, const Batch &batch, const Run &run) {
   const Cursor &at = stream.next;
@@ -54,7 +54,7 @@ DEVICE void begin_tile(Stream &stream, const Batch &batch, const Run &run) {
 #if PACKED
     stream.present[half] = stream.block[half];
 #else
-    const int key = at.start + half * STAGE_KEYS + threadIdx.x;
+    const int key = at.start + half * STAGE_KEYS + lane_of();
     stream.offset[half] = key_offset(max(stream.block[half], 0), at.head / PARTS, key);
 #endif
   }
@@ -73,10 +73,10 @@ DEVICE void begin_tile(Stream &stream, const Batch &batch, const Run &run) {
 DEVICE void copy_packed_stage(u8 *slot, const uint4 *cache, int side, int half, const Stream &stream) {
   const int block = half ? stream.present[1] : stream.present[0], at = (stream.start + half * STAGE_KEYS + lane_key()) % S;
 #pragma unroll(COPY_UNROLL / 4)
-  for (int piece = threadIdx.x; piece < 2 * (side ? VALUE_BYTES : ROW_BYTES); piece += 32)
+  for (int piece = lane_of(); piece < 2 * (side ? VALUE_BYTES : ROW_BYTES); piece += 32)
     copy_quants(slot, cache, side, stream.head, piece, (u32)max(block, 0), at, block >= 0);
-  const int eight = threadIdx.x % 4, from = __shfl_sync(ALL_LANES, block, 2 * eight), first = __shfl_sync(ALL_LANES, at, 2 * eight);
-  if (threadIdx.x < 4) copy_scales(slot, cache, side, stream.head, eight, (u32)max(from, 0), first, from >= 0);
+  const int eight = lane_of() % 4, from = __shfl_sync(ALL_LANES, block, 2 * eight), first = __shfl_sync(ALL_LANES, at, 2 * eight);
+  if (lane_of() < 4) copy_scales(slot, cache, side, stream.head, eight, (u32)max(from, 0), first, from >= 0);
 }
 #else
 // Copies the contiguous runs of a stage, 16 bytes a lane; zeros for keys of the stage outside of first to end - 1, if there are any (not
@@ -85,10 +85,10 @@ template <bool WHOLE> DEVICE void copy_stage(u8 *slot, const uint4 *side, u32 of
   constexpr int RUN_PIECES = RUN_KEYS * PIECES;
 #pragma unroll(WHOLE ? 4 : 1)
   for (int base = 0; base < STAGE_KEYS; base += RUN_KEYS) {
-    const uint4 *from = side + __shfl_sync(ALL_LANES, offset, base) + threadIdx.x;
+    const uint4 *from = side + __shfl_sync(ALL_LANES, offset, base) + lane_of();
 #pragma unroll(WHOLE ? COPY_UNROLL : 1)
     for (int i = 0; i < RUN_PIECES; i += 32) {
-      const int piece = i + threadIdx.x, key = base + piece / PIECES;
+      const int piece = i + lane_of(), key = base + piece / PIECES;
       if (RUN_PIECES % 32 && piece >= RUN_PIECES) continue;
       u8 *to = slot + key * PITCH + piece % PIECES * 16;
       if (WHOLE) copy_16(to, from + i);
@@ -107,7 +107,7 @@ DEVICE void copy_half_values(u8 *slot, const uint4 *side, u32 offset, int first,
   for (int base = 0; base < STAGE_KEYS; base += RUN_KEYS) {
     const uint4 *from = side + __shfl_sync(ALL_LANES, offset, base) + blockIdx.y * OWN;
 #pragma unroll 4
-    for (int piece = threadIdx.x; piece < RUN_KEYS * OWN; piece += 32) {
+    for (int piece = lane_of(); piece < RUN_KEYS * OWN; piece += 32) {
       const int row = piece / OWN, column = piece % OWN, key = base + row;
       copy_16_or_zero(slot + key * VALUES_PITCH + column * 16, from + row * PIECES + column, key >= first && key < end);
     }

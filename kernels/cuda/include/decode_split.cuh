@@ -118,7 +118,7 @@ struct LaneSequence {
 // Sequence base + lane. `last`: in, the last sequence before `base` that shares nothing with the one before it; out, the same before
 // base + 32.
 DEVICE LaneSequence sequence_of_lane(const Batch &batch, int base, int &last) {
-  const int lane = threadIdx.x, b = base + lane;
+  const int lane = lane_of(), b = base + lane;
   LaneSequence sequence;
   sequence.valid = b < batch.count;
   sequence.context = sequence.valid ? batch.contexts[b] : 0;
@@ -142,8 +142,8 @@ DEVICE void count_units(Run &run, const Batch &batch) {
 #pragma unroll 2
   for (int base = 0; base < batch.count; base += 32) {
     const LaneSequence sequence = sequence_of_lane(batch, base, last);
-    once += units_of_lane(batch, base + threadIdx.x, sequence, TOGETHER);
-    if (PASSES == 2) twice += units_of_lane(batch, base + threadIdx.x, sequence, 2 * TOGETHER);
+    once += units_of_lane(batch, base + lane_of(), sequence, TOGETHER);
+    if (PASSES == 2) twice += units_of_lane(batch, base + lane_of(), sequence, 2 * TOGETHER);
   }
   run.bundle = TOGETHER;
   run.total = __reduce_add_sync(ALL_LANES, once) * HEADS;
@@ -163,7 +163,7 @@ DEVICE bool find_run(Run &run, Cursor &at, const Batch &batch) {
   Share share;
   for (int base = 0; owner < 0; base += 32) {
     const LaneSequence s = sequence_of_lane(batch, base, last);
-    share = share_of(batch, base + threadIdx.x, s.context, s.shared, s.distance, run.bundle);
+    share = share_of(batch, base + lane_of(), s.context, s.shared, s.distance, run.bundle);
     owner = find_lane(run.first, s.valid ? units_of(share, s.context) * HEADS : 0, before);
     at.b = base + owner;
   }
@@ -192,7 +192,7 @@ DEVICE int partitions_for_next(const Cursor &at, const Batch &batch, const Run &
 
 // Number of consecutive sequences, from at.b on, that the unit is read for.
 DEVICE int sequences_of_unit(const Cursor &at, const Batch &batch, const Run &run) {
-  const int i = threadIdx.x, b = at.b + i;
+  const int i = lane_of(), b = at.b + i;
   const bool possible = i > 0 && at.share.offset + i < run.bundle && b < batch.count;
   return __ffs((int)~(__ballot_sync(ALL_LANES, possible && shared_partitions(batch, b) > at.start / PARTITION) >> 1));
 }

@@ -20,7 +20,7 @@ DEVICE const float *row_of_pass(const float *q, const Cursor &at, int pass, int 
   return r / ROWS < TOGETHER && i < sequences ? row_pointer(q, at.b + i, at.head, r % ROWS) : nullptr;
 }
 DEVICE RowPair rows_of_pass(const float *q, const Cursor &at, int pass, int sequences) {
-  const int g = threadIdx.x / 4;
+  const int g = lane_of() / 4;
   return {row_of_pass(q, at, pass, g, sequences), row_of_pass(q, at, pass, g + 8, sequences)};
 }
 
@@ -29,7 +29,7 @@ struct SecondQueries {
   u8 *ring;
 };
 DEVICE uint4 *step_pointer(const SecondQueries &second, int step) {
-  return (uint4 *)(second.ring + step * STAGE_BYTES + threadIdx.x * SECOND_PITCH + SECOND_QUERIES);
+  return (uint4 *)(second.ring + step * STAGE_BYTES + lane_of() * SECOND_PITCH + SECOND_QUERIES);
 }
 DEVICE void query_step(u32 (&a)[4], const SecondQueries &second, int step) {
   const uint4 words = *step_pointer(second, step);

@@ -53,7 +53,7 @@ def decode(
         wide = grid or kernel.grid[0]
         parts, halves = -(-s.H // s.K // 16), kernel.grid[1]
         kernel = with_section(dataclasses.replace(kernel, grid=(wide, halves, 1)), section)
-        sections, cascade, heads = -(-M * s.S // section), kernel.integers[1], s.K * parts
+        sections, cascade, heads = -(-M * s.S // section), sum(kernel.integers[1:2]), s.K * parts
         kept = B * heads * (sections + min(cascade, -(-M * s.S // 256))) if cascade else 0
         floats = halves * (wide * 2 * (section // 256 + sections) + kept) * -(-s.H // s.K // parts) * (s.D // halves + 2)
         counts = halves * 2 * wide + (B * heads if cascade else 0)
@@ -159,6 +159,47 @@ def test_sections(shape: Shape) -> None:
     for grid, seed in ((1, 1), (3, 2), (4, 3), (17, 4)):
         ends = decode(case, grid=grid, section=512, seed=seed)
         assert same(ends, rows[last]), f"{grid} thread blocks"
+
+
+# --- few sequences: attention_decode_team
+
+
+TEAMS = [
+    Shape(H=4, K=2, D=64, S=16, dtype="F16"),
+    with_sinks(Shape(H=2, K=1, D=128, S=32, dtype="BF16", window=70)),
+    pytest.param(with_sinks(Shape(H=20, K=1, D=64, S=8, dtype="BF16", cap=2.0)), marks=pytest.mark.long),  # in two parts
+    pytest.param(Shape(H=8, K=1, D=128, S=16, dtype="F16", window=300), marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("shape", TEAMS, ids=str)
+def test_a_team_of_warps_has_the_bits_of_one(shape: Shape) -> None:
+    """Contexts of one key, of whole tiles, and of several partitions; more thread blocks than units, and fewer."""
+    case = make(shape, [3, 1, 20, 1], [700, 257, 64, 1])
+    assert records.attention_decode("sm_90", 4, told(case), GPU)[0].stem == "attention_decode_team"
+    want, last, rows = oracle(rounded(case)), case.starts[1:] - 1, prefill(case)
+    for grid, seed in ((None, 0), (1, 1), (2, 2), (5, 3), (40, 4)):
+        ends = decode(case, grid=grid, seed=seed)
+        close(ends, want[last], case)
+        assert same(ends, rows[last]), f"{grid} thread blocks"
+    some = decode(case, count=2)
+    assert same(some[:2], rows[last[:2]]) and (some[2:].view(np.uint32) == 0xFFFFFFFF).all()
+
+
+def test_a_team_merges_sections() -> None:
+    case = make(with_sinks(Shape(H=3, K=1, D=64, dtype="BF16")), [3, 1, 1], [1700, 1280, 513], M=216)
+    rows, last = prefill(case, section=512), case.starts[1:] - 1
+    for grid, seed in ((1, 1), (3, 2), (17, 3)):
+        assert same(decode(case, grid=grid, section=512, seed=seed), rows[last]), f"{grid} thread blocks"
+
+
+def test_teams_are_for_few_sequences_of_usual_heads() -> None:
+    def stem(B: int, D: int, dtype: str = "BF16", gpu: records.GPU = GPU) -> str:
+        return records.attention_decode("sm_80", B, Attention(8, 2, D, 16, 64, dtype, "0.1f", 0), gpu)[0].stem
+
+    assert {stem(4, 64), stem(1, 128)} == {"attention_decode_team"}
+    small = records.GPU(3, 99 << 10, 100 << 10)
+    assert {stem(5, 64), stem(1, 96), stem(1, 64, "KV_INT8"), stem(1, 128, gpu=small)} == {"attention_decode"}
 
 
 def test_a_long_context() -> None:

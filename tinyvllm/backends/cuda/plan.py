@@ -352,6 +352,8 @@ def attention_decode(variant: str, B: int, a: Attention, gpu: GPU, cascade: bool
     heads, rows = a.K * parts, ceil_div(group, parts)
     partitions, stretches = ceil_div(tokens, PARTITION), ceil_div(tokens, STRETCH)
     shared_partitions = _shared_partitions(B, a, heads, rows) if cascade else 0
+    if has_team(B, a, gpu) and not shared_partitions:
+        return _attention_of_team(variant, B, a, gpu, B * heads * partitions, rows)
     ring, halves, values = min(8, max(2, 512 // a.D)), _halves(a.D), a.D // _halves(a.D)
     twice = shared_partitions > 0 and a.D <= 64  # queries of a second pass: in the padding of rows of floats
     stage = side_bytes(a.cache, a.D, 32) + (512 if twice and a.cache in PACKED_KV.values() else 0)
@@ -364,6 +366,29 @@ def attention_decode(variant: str, B: int, a: Attention, gpu: GPU, cascade: bool
     ins = 5 + a.sinks + len(more)
     kernel = Kernel.cuda("attention_decode", variant, 3, ins, (grid, halves, 1), 32, shared, **more, **a.defines)  # type: ignore[arg-type]
     return kernel.passing(B, shared_partitions), partial, halves * grid * 2 + (B * heads if shared_partitions else 0)
+
+
+TEAM, TEAM_SEQUENCES = 4, 4  # warps for a partition, and the most sequences for which they are worth it
+
+
+def has_team(B: int, a: Attention, gpu: GPU) -> bool:
+    """Whether attention_decode_team.cu computes this shape: so few sequences that one warp a partition would leave the GPU idle."""
+    return B <= TEAM_SEQUENCES and a.D in (64, 128) and a.cache not in PACKED_KV.values() and _team_bytes(a.D) + 1024 <= gpu.shared
+
+
+def _team_bytes(D: int) -> int:
+    """Shared memory: keys and values of a partition; weights, as operands and as chains; the largest scores, and the sums."""
+    return 2 * PARTITION * (2 * D + 16) + 2 * 16 * PARTITION + 4 * TEAM * 64 * 20 + 64 * TEAM + 64
+
+
+def _attention_of_team(variant: str, B: int, a: Attention, gpu: GPU, units: int, rows: int) -> tuple[Kernel, int, int]:
+    shared = _team_bytes(a.D)
+    grid = min(gpu.multiprocessors * (gpu.shared_of_one // (shared + 1024)), units)
+    partial = grid * 2 * (STRETCH // PARTITION + ceil_div(a.M * a.S, STRETCH)) * rows * (a.D + 2)
+    kernel = Kernel.cuda(
+        "attention_decode_team", variant, 3, 5 + a.sinks, (grid, 1, 1), 32 * TEAM, shared, TEAM=TEAM, **a.defines,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return kernel.passing(B), partial, 2 * grid
 
 
 def _halves(D: int) -> int:
