@@ -159,6 +159,24 @@ def test_hoppers_kernels_pass(device):
         results = cases.run(case, Site(registry.BACKENDS[device], hopper_plan.HOPPER, device))
         assert [len(arrays["y"]) for arrays in results] == [3, 19, 259]
         assert cases.wrong(case, results, selftest._answers()) is None
+    case = Case("attention_prefill", cache="F16", head_dim=64, sinks=True)
+    assert cases.wrong(case, cases.run(case, Site(registry.BACKENDS[device], hopper_plan.HOPPER, device)), selftest._answers()) is None
+
+
+def test_hoppers_attention_with_other_bits_is_replaced(monkeypatch, device):
+    if device == "METAL":
+        pytest.skip("of CUDA alone")
+
+    def change(stem: str, text: str) -> str:
+        changed = text.replace("add_tile(state, s, keys", "s[0][0] *= 1.01f, add_tile(state, s, keys")
+        assert changed != text
+        return changed
+
+    planted = plant(monkeypatch, {"attention_prefill_hopper"}, change=change)
+    facts = ShapeFacts(Placement(device), **_CACHE)
+    report = check_kernels(Placement(device), lambda: [("attention_prefill", facts)])
+    assert planted and "numbers have other bits than those of sm_80" in next(iter(report.replaced.values()))
+    assert registry.select("attention_prefill", Placement(device), "a", facts).variant == "sm_80"
 
 
 def test_hoppers_kernel_with_other_bits_is_replaced(monkeypatch, device):

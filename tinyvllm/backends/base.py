@@ -37,6 +37,7 @@ class Backend(Protocol):
     layout          how its kernels read the weights of products
     stems           the ops that it has kernels for
     variant_names   every variant that it has on any machine
+    reads_few_otherwise  whether the decodes of a few sequences that share no blocks have another kernel of attention
 
     The method of an op launches the kernels of `variant` (a name from `variants`) and returns their results; the caller has checked that
     `unsupported` has no objection. What an op computes, and the shapes of its arguments, is in tinyvllm/ops.
@@ -44,6 +45,7 @@ class Backend(Protocol):
 
     name: str
     layout: Layout
+    reads_few_otherwise: bool
 
     @property
     def stems(self) -> frozenset[str]: ...
@@ -73,6 +75,9 @@ class Backend(Protocol):
         compares the bits with those of a few. 0 if there are none.
         """
         ...
+
+    def bits_of(self, variant: str) -> str | None:
+        """Another variant, whose bits of attention this one promises to have: the self-test compares them. None if there is none."""
 
     def unsupported(self, stem: str, facts: ShapeFacts) -> str | None:
         """Why the op's kernels cannot run a shape, or None if they can."""

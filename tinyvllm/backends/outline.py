@@ -36,6 +36,7 @@ class Outline:
 
     name = "outline"
     layout = Layout.ROWS
+    reads_few_otherwise = False
     stems: frozenset[str] = frozenset()
     variant_names: tuple[str, ...] = ()
 
@@ -50,6 +51,9 @@ class Outline:
 
     def variants(self, placement: Placement, stem: str | None = None) -> dict[str, str | None]:
         return {}
+
+    def bits_of(self, variant: str) -> str | None:
+        return None
 
     def tested_rows(self, variant: str) -> int:
         return 0

@@ -17,6 +17,8 @@ DEVICE u32 shared_address(const void *shared) { return (u32)__cvta_generic_to_sh
 DEVICE void barrier_init(u64 *barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
+// In each thread that has copied (copy_wait, gpu.cuh), before a __syncthreads after which products read the copies.
+DEVICE void copies_ready() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
 // In the thread that initialized them: copies see them from here on, other threads after the next __syncthreads.
 DEVICE void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" : : : "memory"); }
 DEVICE void barrier_arrive(u64 *barrier) {
@@ -53,7 +55,9 @@ template <int REGISTERS> DEVICE void fewer_registers() { asm volatile("setmaxnre
 DEVICE void warpgroup_begin() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
 DEVICE void warpgroup_end() { asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" : : : "memory"); }
 
-// The descriptor of b: its first core matrix, and the distances in bytes to the next 8 numbers and to the next 8 tokens.
+// The descriptor of b: its first core matrix, and the distances in bytes to the next 8 numbers and to the next 8 tokens. In
+// `warpgroup_mma_rows_*` it is the numbers of a token that are columns of c, and the product sums over tokens: then the distances are those
+// to the next 8 tokens and to the next 8 numbers.
 DEVICE u64 matrix_descriptor(const void *shared, u32 number_stride, u32 token_stride) {
   return (u64)((shared_address(shared) & 0x3FFFF) >> 4) | (u64)(number_stride >> 4) << 16 | (u64)(token_stride >> 4) << 32;
 }
@@ -71,18 +75,20 @@ DEVICE u64 matrix_descriptor(const void *shared, u32 number_stride, u32 token_st
 #define CHANGED_96(i) CHANGED_64(i), CHANGED_32(i + 16)
 // clang-format on
 
-// `tokens` / 2 numbers of c in a lane, which the operands after them follow.
-#define WARPGROUP_MMA_OF(name, type, tokens, numbers, a0, a1, a2, a3, b0)                                                      \
+// `tokens` / 2 numbers of c in a lane, which the operands after them follow. `rows`: 1 if b is read as rows.
+#define WARPGROUP_MMA_OF(name, type, tokens, numbers, a0, a1, a2, a3, b0, rows)                                                      \
   DEVICE void name(float (&c)[tokens / 8][4], const u32 (&a)[4], u64 b) {                                                       \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #tokens "k16.f32." type "." type " {" NUMBERED_##numbers "}, {%" #a0 ",%" #a1  \
-                 ",%" #a2 ",%" #a3 "}, %" #b0 ", 1, 1, 1, 0;"                                                                    \
+                 ",%" #a2 ",%" #a3 "}, %" #b0 ", 1, 1, 1, " #rows ";"                                                            \
                  : CHANGED_##numbers(0)                                                                                         \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                         \
   }
-#define WARPGROUP_MMAS_OF(name, type)                                \
-  WARPGROUP_MMA_OF(name, type, 64, 32, 32, 33, 34, 35, 36)           \
-  WARPGROUP_MMA_OF(name, type, 128, 64, 64, 65, 66, 67, 68)          \
-  WARPGROUP_MMA_OF(name, type, 192, 96, 96, 97, 98, 99, 100)
+#define WARPGROUP_MMAS_OF(name, rows_name, type)                   \
+  WARPGROUP_MMA_OF(name, type, 64, 32, 32, 33, 34, 35, 36, 0)       \
+  WARPGROUP_MMA_OF(name, type, 128, 64, 64, 65, 66, 67, 68, 0)      \
+  WARPGROUP_MMA_OF(name, type, 192, 96, 96, 97, 98, 99, 100, 0)     \
+  WARPGROUP_MMA_OF(rows_name, type, 64, 32, 32, 33, 34, 35, 36, 1)  \
+  WARPGROUP_MMA_OF(rows_name, type, 128, 64, 64, 65, 66, 67, 68, 1)
 
-WARPGROUP_MMAS_OF(warpgroup_mma_bf16, "bf16")
-WARPGROUP_MMAS_OF(warpgroup_mma_f16, "f16")
+WARPGROUP_MMAS_OF(warpgroup_mma_bf16, warpgroup_mma_rows_bf16, "bf16")
+WARPGROUP_MMAS_OF(warpgroup_mma_f16, warpgroup_mma_rows_f16, "f16")

@@ -24,6 +24,7 @@ DEVICE void emulated_change(u64 *barrier, u32 arrivals, s64 bytes) {
 
 DEVICE void barrier_init(u64 *barrier, u32 arrivals) { *barrier = (u64)arrivals << 48 | (u64)arrivals << 32; }
 DEVICE void barriers_ready() {}
+DEVICE void copies_ready() {}
 DEVICE void barrier_arrive(u64 *barrier) { emulated_change(barrier, 1, 0); }
 DEVICE void barrier_arrive_expecting(u64 *barrier, u32 bytes) { emulated_change(barrier, 1, bytes); }
 DEVICE void barrier_wait(u64 *barrier, u32 parity) {
@@ -58,3 +59,19 @@ DEVICE u64 matrix_descriptor(const void *shared, u32 number_stride, u32 token_st
   }
 EMULATED_WARPGROUP_MMA(warpgroup_mma_bf16, mma_bf16)
 EMULATED_WARPGROUP_MMA(warpgroup_mma_f16, mma_f16)
+
+// b as rows: number n of token k is in core matrix (k / 8, n / 8), eight numbers of a token side by side.
+#define EMULATED_WARPGROUP_MMA_ROWS(name, mma)                                                                             \
+  template <int TILES> DEVICE void name(float (&c)[TILES][4], const u32 (&a)[4], u64 b) {                                   \
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;                                                                \
+    for (int tile = 0; tile < TILES; tile++) {                                                                              \
+      u32 words[2];                                                                                                         \
+      for (int half = 0; half < 2; half++) {                                                                                \
+        const u16 *core = (const u16 *)((const unsigned char *)(b & 0xFFFFFFFFFFFFull) + (b >> 56) * 16 * tile + (b >> 48 & 255) * 16 * half); \
+        words[half] = core[2 * t * 8 + g] | (u32)core[(2 * t + 1) * 8 + g] << 16;                                           \
+      }                                                                                                                     \
+      mma(c[tile], a, words[0], words[1]);                                                                                  \
+    }                                                                                                                       \
+  }
+EMULATED_WARPGROUP_MMA_ROWS(warpgroup_mma_rows_bf16, mma_bf16)
+EMULATED_WARPGROUP_MMA_ROWS(warpgroup_mma_rows_f16, mma_f16)

@@ -176,6 +176,9 @@ def _hopper(gpu: GPU) -> dict[str, Kernel]:
         found[f"{name} with silu"] = hopper_plan.matmul_hopper(variant, gate_up, gpu, (cut, 1))[0]
     both = Product("BF16", 2048, LARGE.F, LARGE.E, bias=True, silu=True, bias_pitch=2 * LARGE.F)
     found["matmul_hopper BF16 with biases of rows"] = hopper_plan.matmul_hopper(variant, both, gpu)[0]
+    for name, sizes, cache in (("1b", SMALL, "F16"), ("8b", LARGE, "BF16")):
+        told = sizes.attention(cache)
+        found[f"attention_prefill_hopper {name}"] = hopper_plan.attention_prefill(variant, 512, 2, told)
     found["quantize_cores BF16"] = hopper_plan.quantize_cores(VARIANT, "BF16", 256, LARGE.E, EPS)
     return found
 
@@ -186,6 +189,8 @@ def _attention(gpu: GPU) -> dict[str, Kernel]:
         told = sizes.attention(cache, window=1024 if sizes is WIDE else 0)
         found[f"attention_prefill {name}"] = records.attention_prefill(VARIANT, 512, 2, told, gpu)
         found[f"attention_decode {name}"] = records.attention_decode(VARIANT, 32, told, gpu)[0]
+        if (team := records.attention_decode(VARIANT, 1, told, gpu)[0]).stem == "attention_decode_team":
+            found[f"attention_decode_team {name}"] = team
         if sizes is not WIDE:
             found[f"attention_decode {name}, shared"] = records.attention_decode(VARIANT, 64, told, gpu, cascade=True)[0]
     for name, told in (("sinks", SINKS.attention("BF16", 128, sinks=True)), ("capped", CAPPED.attention("BF16", 4096, cap=50.0))):

@@ -14,6 +14,7 @@ import pytest
 from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned
 from tests.kernels.test_attention import CONTEXT, NEW, Case, Shape, _ints, make, oracle, same, with_sinks
+from tinyvllm.backends.cuda import hopper_plan
 from tinyvllm.backends.cuda import plan as records
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.shapes import Attention
@@ -162,6 +163,36 @@ def test_sections(shape: Shape) -> None:
 
 
 # --- few sequences: attention_decode_team
+
+
+def prefill_on_hopper(case: Case, section: int = 4096, seed: int = 0, stage_keys: int = 128, warps: int = 0) -> np.ndarray:
+    kernel = with_section(hopper_plan.attention_prefill("sm_90a", sum(case.new), len(case.new), told(case)), section)
+    defines = dict(kernel.defines) | {"STAGE_KEYS": stage_keys} | ({"WARPS": warps} if warps else {})
+    warps, s = int(defines["WARPS"]), case.shape
+    grid = (-(-sum(case.new) // (warps * 16 * s.K // s.H)) + len(case.new), s.K, 1)
+    kernel = dataclasses.replace(kernel, defines=tuple(defines.items()), shared=8 * stage_keys * s.D, block=32 * warps, grid=grid)
+    out = aligned(case.q.shape, np.float32)
+    ins = (case.q, case.cache, case.tables, _ints(case.context), case.starts, *case.shape.sink_arrays, _ints([0, len(case.new)]))
+    emulate(kernel, out, *ins, seed=seed)
+    return out
+
+
+HOPPERS = [
+    Shape(H=4, K=2, D=64, S=16, dtype="F16"),
+    with_sinks(Shape(H=4, K=1, D=128, S=32, dtype="BF16", window=70)),
+    pytest.param(with_sinks(Shape(H=20, K=1, D=64, S=8, dtype="BF16", cap=2.0)), marks=pytest.mark.long),
+    pytest.param(Shape(H=3, K=3, D=128, S=16, dtype="F16", window=300), marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("shape", HOPPERS, ids=str)
+def test_products_of_warpgroups_have_the_bits_of_warps(shape: Shape) -> None:
+    """Chunks in the middle of a sequence, one of a single row, and a whole prompt; sections."""
+    case = make(shape, [70, 1, 133, 20], [700, 257, 133, 300])
+    rows = prefill(case)
+    assert same(prefill_on_hopper(case), rows)
+    assert same(prefill_on_hopper(case, section=512, seed=1, stage_keys=64, warps=4), prefill(case, section=512))
+    close(rows, oracle(rounded(case)), case)
 
 
 TEAMS = [

@@ -10,6 +10,7 @@ from tinyvllm.backends.cases.inputs import FEW, GROUPS, MANY, PERIOD, QUERY_HEAD
 from tinyvllm.backends.cases.site import Site, cached_numbers, empty_batch, realized
 from tinyvllm.backends.cases.stores import slots_of, stored, unrotated
 from tinyvllm.batch import LayerCache
+from tinyvllm.errors import KernelError
 from tinyvllm.lazy_dataclass import dataclass
 
 
@@ -71,13 +72,15 @@ def queries(T: int, D: int) -> np.ndarray:
 def attention_decode(site: Site, case: Case) -> list[Arrays]:
     D, (B, count) = case.head_dim, FEW
     q, cache = _placed(site, case, B, DECODES)
-    tables = _tables(case, np.concatenate([DECODES.tables, np.zeros_like(DECODES.tables[:1])]))
-    batch = empty_batch(
-        site, block_tables=site.place(tables), context_lens=site.int32(*DECODES.lengths, 0), decodes=site.int32(count),
-        num_decodes=B, num_blocks=tables.shape[1], shared_prefix_lens=site.int32(0, DECODES.shared, 0, 0),
-    )  # fmt: skip
-    out = realized(site.backend.attention_decode(site.variant, q, cache, D**-0.5, 0, batch, *_policies(site, case)))[0][:count]
-    return [{"out": _recorded_heads(case, out)}]
+    tables, results = _tables(case, np.concatenate([DECODES.tables, np.zeros_like(DECODES.tables[:1])])), []
+    for shared in (True, False)[: 1 + site.backend.reads_few_otherwise]:
+        batch = empty_batch(
+            site, block_tables=site.place(tables), context_lens=site.int32(*DECODES.lengths, 0), decodes=site.int32(count),
+            num_decodes=B, num_blocks=tables.shape[1], shared_prefix_lens=site.int32(0, DECODES.shared, 0, 0) if shared else None,
+        )  # fmt: skip
+        out = realized(site.backend.attention_decode(site.variant, q, cache, D**-0.5, 0, batch, *_policies(site, case)))[0][:count]
+        results.append({"out": _recorded_heads(case, out)})
+    return results
 
 
 def attention_prefill(site: Site, case: Case) -> list[Arrays]:
@@ -88,7 +91,13 @@ def attention_prefill(site: Site, case: Case) -> list[Arrays]:
         site, block_tables=site.place(tables), context_lens=site.int32(*lengths), query_starts=site.int32(0, first, count),
         chunks=site.int32(0, 2), rows=site.int32(count), num_blocks=tables.shape[1], max_query=16,
     )  # fmt: skip
-    out = realized(site.backend.attention_prefill(site.variant, None, q, cache, D**-0.5, 0, batch, *_policies(site, case)))[0]
+
+    def computed(variant: str) -> np.ndarray:
+        return realized(site.backend.attention_prefill(variant, None, q, cache, D**-0.5, 0, batch, *_policies(site, case)))[0][:count]
+
+    out, other = computed(site.variant), site.backend.bits_of(site.variant)
+    if other is not None and (different := int((out.view(np.uint32) != computed(other).view(np.uint32)).sum())):
+        raise KernelError(f"{different} of {out.size} numbers have other bits than those of {other}")
     return [{"out": _recorded_heads(case, out[list(CHUNK_ROWS)])}]
 
 

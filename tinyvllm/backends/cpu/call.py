@@ -50,6 +50,7 @@ class CpuBackend(ExpertKernels, StateKernels):
 
     name = "cpu"
     layout = Layout.PANELS
+    reads_few_otherwise = False
     stems = frozenset(LIMITS)
     variant_names = tuple(NEEDS)
 
@@ -71,6 +72,9 @@ class CpuBackend(ExpertKernels, StateKernels):
 
     def compile_ahead(self, kernels: Sequence[Kernel], placement: Placement) -> None:
         compile_ahead(kernels)
+
+    def bits_of(self, variant: str) -> str | None:
+        return None
 
     def tested_rows(self, variant: str) -> int:
         return 0

@@ -58,9 +58,9 @@ from tinyvllm.quant.layouts import MixedWeight, PackedWeight, RowSource
 
 # The oldest GPU that a variant runs on. Each kernel is compiled for the GPU of this machine.
 OLDEST = {plan.BASE: 80}
-# Products have HOPPER as well, for many rows. On an H100 its instructions round as the others' do; the self-test compares the bits on
-# each machine, since NVIDIA does not promise it, and a request's tokens must not depend on how many rows are computed with it.
-PRODUCTS = ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head")
+# These have HOPPER as well, for many rows. On an H100 its instructions round as the others' do; the self-test compares the bits on each
+# machine, since NVIDIA does not promise it, and a request's tokens must not depend on how many rows are computed with it.
+OF_HOPPER = ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head", "attention_prefill")
 
 
 class CudaBackend(ExpertKernels, RankKernels, WithoutContextRanks):
@@ -68,6 +68,7 @@ class CudaBackend(ExpertKernels, RankKernels, WithoutContextRanks):
 
     name = "cuda"
     layout = Layout.TILES
+    reads_few_otherwise = True
     stems = frozenset(LIMITS)
     variant_names = (*OLDEST, HOPPER)
 
@@ -83,10 +84,13 @@ class CudaBackend(ExpertKernels, RankKernels, WithoutContextRanks):
         name = architecture(placement.device)
         number = int(re.sub(r"\D", "", name))
         every = {variant: None if number >= oldest else f"the GPU is {name}, older than {variant}" for variant, oldest in OLDEST.items()}
-        if stem not in PRODUCTS:
+        if stem not in OF_HOPPER:
             return every
         own = {HOPPER: None if number == 90 else f"the GPU is {name}, and this variant runs on sm_90 only"}
         return own | every if number == 90 else every | own
+
+    def bits_of(self, variant: str) -> str | None:
+        return plan.BASE if variant == HOPPER else None
 
     def tested_rows(self, variant: str) -> int:
         return hopper_plan.LEAST_ROWS + 8 if variant == HOPPER else 0
@@ -171,7 +175,11 @@ class CudaBackend(ExpertKernels, RankKernels, WithoutContextRanks):
     ) -> Tensor:  # fmt: skip
         T, H, D = (int(d) for d in q.shape)
         a = Attention.of(q, cache, scale, window, batch, cap, sinks)
-        kernel = plan.attention_prefill(variant, T - batch.num_decodes, batch.num_chunks, a, gpu_at(q))
+        rows, chunks = T - batch.num_decodes, batch.num_chunks
+        if hopper_plan.attends(variant, a):
+            kernel = hopper_plan.attention_prefill(variant, rows, chunks, a)
+        else:
+            kernel = plan.attention_prefill(plan.BASE, rows, chunks, a, gpu_at(q))
         # the values' alias: a tensor that two kernels read after a store is copied, the whole pool
         ins = [q, cache.values, batch.block_tables, batch.context_lens, batch.query_starts, *present(sinks), batch.chunks]
         return launch(kernel, [empty(q, T, H * D) if out is None else out], ins)[0]

@@ -1,5 +1,5 @@
-"""Launch plans of the CUDA kernels that only Hopper has, for products of more than a few rows with 16-bit weights: matmul_hopper.cu, and
-quantize_cores.cu, which prepares its x. As plan.py has those of the others.
+"""Launch plans of the CUDA kernels that only Hopper has, as plan.py has those of the others: products of more than a few rows with 16-bit
+weights (matmul_hopper.cu, and quantize_cores.cu, which prepares its x), and attention of prompts (attention_prefill_hopper.cu).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from tinyvllm.backends.cuda.plan import (
 )
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.policies import row_bias
-from tinyvllm.backends.shapes import Product
+from tinyvllm.backends.shapes import Attention, Product
+from tinyvllm.batch import PACKED_KV
 from tinyvllm.integers import ceil_div, round_up
 from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant.formats import FORMATS
@@ -135,3 +136,26 @@ def matmul_hopper(variant: str, p: Product, gpu: GPU, chosen: tuple[Cut, int] | 
         **row_bias(p.bias_pitch),
     ).passing(core_groups(T))  # fmt: skip
     return kernel, handed_over(split, blocks, cut.tile_o, cut.tile_t, I), blocks if split > 1 else 0
+
+
+# --- attention
+
+
+def attends(variant: str, a: Attention) -> bool:
+    """Whether attention_prefill_hopper computes this shape."""
+    return variant == HOPPER and a.D in (64, 128) and a.cache not in PACKED_KV.values() and 16 * _warps(a.D) >= a.H // a.K
+
+
+def _warps(D: int) -> int:
+    """Warps of a block of threads: wider heads leave registers for fewer."""
+    return 12 if D == 64 else 8
+
+
+def attention_prefill(variant: str, T: int, chunks: int, a: Attention) -> Kernel:
+    """T rows of `chunks` sequences."""
+    warps, keys = _warps(a.D), 128
+    grid = (ceil_div(T, warps * 16 * a.K // a.H) + chunks, a.K, 1)
+    return Kernel.cuda(
+        "attention_prefill_hopper", variant, 1, 6 + a.sinks, grid, 32 * warps, 8 * keys * a.D,
+        WARPS=warps, STAGE_KEYS=keys, **a.defines,  # type: ignore[arg-type]
+    )  # fmt: skip

@@ -79,6 +79,7 @@ class MetalBackend(ExpertKernels, WithoutRanks):
 
     name = "metal"
     layout = Layout.ROWS
+    reads_few_otherwise = False
     stems = frozenset(LIMITS)
     variant_names = (plan.BASE, plan.MATRIX, plan.MERGE)
 
@@ -129,6 +130,9 @@ class MetalBackend(ExpertKernels, WithoutRanks):
 
     def compile_ahead(self, kernels: Sequence[Kernel], placement: Placement) -> None:
         """Nothing: Metal compiles a kernel in milliseconds, in a process of its own."""
+
+    def bits_of(self, variant: str) -> str | None:
+        return None
 
     def tested_rows(self, variant: str) -> int:
         return 0
