@@ -485,7 +485,7 @@ def integers_of(text: str, name: str) -> int | None:
     match = re.search(rf"__global__[^;{{}}]*?\b{re.escape(name)}\s*\(([^)]*)\)\s*\{{", plain)
     if match is None:
         return None
-    return sum(re.fullmatch(r"\s*(const )?int \w+\s*", parameter) is not None for parameter in match[1].split(","))
+    return sum(re.fullmatch(r"\s*([A-Z_]+ )*(const )?int \w+\s*", parameter) is not None for parameter in match[1].split(","))
 
 
 def meets_others(text: str) -> bool:
