@@ -1,6 +1,11 @@
 // attention_decode.cu for few sequences: a partition of 256 keys is done by a thread block of four warps, in a third of the time. Same bits.
 //
-// Arrays and constants are attention_decode.cu's, without CASCADE; TEAM is 4. CACHE_TYPE is F16 or BF16, D is 64 or 128.
+//   out           [T, H, D] float32          rows from `count` on are not touched
+//   partial, counters                        scratch as there, without CASCADE
+//   q             [T, H, D] float32          row b belongs to sequence b
+//   cache         [P, 2, K, S, D] CACHE_TYPE, block_tables [B, M] int32, context_lens [B] int32, count [1] int32, sinks [H] float32, B: as there
+//
+// Constants: those of attention.cuh; TEAM, which is 4. CACHE_TYPE is F16 or BF16, D is 64 or 128.
 // Launch: block 128; shared memory 512 * (2 * D + 16) + 28992 bytes; grid: as many blocks as the GPU holds at once, and at most as many as
 // there can be units, B * K * PARTS * ceil(M * S / 256).
 //
@@ -28,131 +33,27 @@ struct Shared {
   uint4 *operands;
   float *weights, *tops, *sums;
 };
-DEVICE Shared shared_at(u8 *memory) {
-  float *weights = (float *)(memory + WEIGHTS_AT), *tops = weights + TEAM * CHAINS * CHAIN;
-  return {memory, memory + VALUES_AT, (uint4 *)(memory + OPERANDS_AT), weights, tops, tops + TEAM * 16};
-}
-
-DEVICE int tile_of_warp() { return threadIdx.x / 32; }
-// The first key of tile `tile` of the cursor's partition.
-DEVICE int tile_start(const Cursor &at, int tile) { return at.start / PARTITION * PARTITION + tile * TILE; }
-DEVICE bool has_keys(const Cursor &at, int tile) {
-  return tile_start(at, tile) < at.context && tile_start(at, tile) + TILE > first_visible(at.context - 1);
-}
-
-// --- copies of the warp's tile
 
 // The blocks of the lane's keys, number lane and lane + 32 of the tile; -1 where the whole contiguous run of them is hidden.
 struct Blocks {
   int of[2];
 };
-DEVICE Blocks look_up(const Cursor &at, const Batch &batch, const Run &run) {
-  Blocks blocks;
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int key = tile_start(at, tile_of_warp()) + half * STAGE_KEYS + lane_of(), low = key & -RUN_KEYS;
-    const bool visible = low < at.context && low + RUN_KEYS > first_visible(at.context - 1);
-    blocks.of[half] = at.unit < run.end && visible ? batch.tables[(s64)at.b * M + key / S] : -1;
-  }
-  return blocks;
-}
-
-// Copies the tile's rows to `rows`, zeros for hidden keys; after the last unit nothing, but still an empty group.
-DEVICE void request(u8 *rows, const uint4 *side, const Blocks &blocks, const Cursor &at, const Run &run) {
-  const int start = tile_start(at, tile_of_warp());
-#pragma unroll
-  for (int half = 0; half < 2 && at.unit < run.end; half++) {
-    const int key = start + half * STAGE_KEYS, first = first_visible(at.context - 1) - key, end = at.context - key;
-    const u32 offset = key_offset(max(blocks.of[half], 0), at.head / PARTS, key + lane_of());
-    u8 *to = rows + half * STAGE_KEYS * PITCH;
-    if (first <= 0 && end >= STAGE_KEYS) copy_stage<true>(to, side, offset, first, end);
-    else copy_stage<false>(to, side, offset, first, end);
-  }
-  copy_commit();
-}
-
-// --- weights
 
 // The maxima of a row after each of the tiles, as `softmax` has them, and what the row's state is rescaled by at each.
 struct Maxima {
   float max[TEAM], scale[TEAM];
 };
-DEVICE Maxima maxima_of(const float *tops, int row) {
-  Maxima found;
-  float old = MINUS_INFINITY;
-#pragma unroll
-  for (int tile = 0; tile < TEAM; tile++) {
-    const float max = fmaxf(old, tops[tile * 16 + row] * SCALE_2);
-    found.max[tile] = max, found.scale[tile] = fast_exp2(old - subtrahend(max)), old = max;
-  }
-  return found;
-}
 
-// Scores of the warp's tile become weights, for all warps to read.
-DEVICE void store_weights(float (&s)[TILE / 8][4], const Shared &shared, const float (&max)[2]) {
-  const int tile = tile_of_warp(), lane = lane_of();
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const float base = subtrahend(max[r]);
-    float4 *chain = (float4 *)(shared.weights + (tile * CHAINS + lane + 32 * r) * CHAIN);  // lane = 4 row + t
-#pragma unroll
-    for (int n = 0; n < TILE / 8; n++)
-#pragma unroll
-      for (int i = 2 * r; i < 2 * r + 2; i++) s[n][i] = fast_exp2(fmaf(s[n][i], SCALE_2, -base));
-#pragma unroll
-    for (int n = 0; n < TILE / 8; n += 2)
-      chain[n / 2] = make_float4(s[n][2 * r], s[n][2 * r + 1], s[n + 1][2 * r], s[n + 1][2 * r + 1]);
-  }
-#pragma unroll
-  for (int n = 0; n < TILE / 8; n += 2)
-    shared.operands[(tile * 4 + n / 2) * 32 + lane] =
-        make_uint4(pack_pair<COMPUTE>(s[n][0], s[n][1]), pack_pair<COMPUTE>(s[n][2], s[n][3]), pack_pair<COMPUTE>(s[n + 1][0], s[n + 1][1]),
-                   pack_pair<COMPUTE>(s[n + 1][2], s[n + 1][3]));
-}
-
-// The sums of the weights of four rows, sixteen chains: the lanes from 16 on do what the others do.
-DEVICE void add_weights(const Shared &shared) {
-  const int chain = tile_of_warp() * 16 + lane_of() % 16, row = chain / 4;
-  const Maxima maxima = maxima_of(shared.tops, row);
-  float sum = 0.0f;
-#pragma unroll
-  for (int tile = 0; tile < TEAM; tile++) {
-    const float4 *weights = (const float4 *)(shared.weights + (tile * CHAINS + chain) * CHAIN);
-    sum *= maxima.scale[tile];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float4 four = weights[i];
-      sum += four.x, sum += four.y, sum += four.z, sum += four.w;
-    }
-  }
-  sum = row_sum(sum);
-  if (lane_of() < 16 && chain % 4 == 0) shared.sums[row] = sum;
-}
-
-// The weighted values of the warp's columns, all tiles.
-DEVICE void add_columns(RowState &state, const Shared &shared, const Maxima (&maxima)[2], const Cursor &at) {
-  const u8 *columns = shared.values + value_lane_offset() + first_column() * 2;
-#pragma unroll
-  for (int tile = 0; tile < TEAM; tile++) {
-    if (!has_keys(at, tile)) continue;
-#pragma unroll
-    for (int n = 0; n < COLUMNS; n++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) state.o[n][i] *= maxima[i / 2].scale[tile];
-#pragma unroll
-    for (int step = 0; step < TILE / 16; step++) {
-      const uint4 words = shared.operands[(tile * 4 + step) * 32 + lane_of()];
-      const u32 p[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-      for (int column = 0; column < COLUMNS; column += 2) {
-        u32 v[4];
-        load_matrices_transposed(v, columns + tile * TILE_BYTES + step * 16 * PITCH + column * 16);
-        multiply(state.o[column], p, v[0], v[1]);
-        multiply(state.o[column + 1], p, v[2], v[3]);
-      }
-    }
-  }
-}
+DEVICE Shared shared_at(u8 *memory);
+DEVICE int tile_of_warp();
+DEVICE int tile_start(const Cursor &at, int tile);
+DEVICE bool has_keys(const Cursor &at, int tile);
+DEVICE Blocks look_up(const Cursor &at, const Batch &batch, const Run &run);
+DEVICE void request(u8 *rows, const uint4 *side, const Blocks &blocks, const Cursor &at, const Run &run);
+DEVICE Maxima maxima_of(const float *tops, int row);
+DEVICE void store_weights(float (&s)[TILE / 8][4], const Shared &shared, const float (&max)[2]);
+DEVICE void add_weights(const Shared &shared);
+DEVICE void add_columns(RowState &state, const Shared &shared, const Maxima (&maxima)[2], const Cursor &at);
 
 extern "C" __global__ void __launch_bounds__(32 * TEAM, 1)
     attention_decode_team(float *out, float *partial, u32 *counters, const float *q, const uint4 *cache, const int *block_tables,
@@ -220,4 +121,121 @@ extern "C" __global__ void __launch_bounds__(32 * TEAM, 1)
     at = next;
   }
   copy_wait<0>();
+}
+
+DEVICE Shared shared_at(u8 *memory) {
+  float *weights = (float *)(memory + WEIGHTS_AT), *tops = weights + TEAM * CHAINS * CHAIN;
+  return {memory, memory + VALUES_AT, (uint4 *)(memory + OPERANDS_AT), weights, tops, tops + TEAM * 16};
+}
+
+DEVICE int tile_of_warp() { return threadIdx.x / 32; }
+// The first key of tile `tile` of the cursor's partition.
+DEVICE int tile_start(const Cursor &at, int tile) { return at.start / PARTITION * PARTITION + tile * TILE; }
+DEVICE bool has_keys(const Cursor &at, int tile) {
+  return tile_start(at, tile) < at.context && tile_start(at, tile) + TILE > first_visible(at.context - 1);
+}
+
+// --- copies of the warp's tile
+
+DEVICE Blocks look_up(const Cursor &at, const Batch &batch, const Run &run) {
+  Blocks blocks;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int key = tile_start(at, tile_of_warp()) + half * STAGE_KEYS + lane_of(), low = key & -RUN_KEYS;
+    const bool visible = low < at.context && low + RUN_KEYS > first_visible(at.context - 1);
+    blocks.of[half] = at.unit < run.end && visible ? batch.tables[(s64)at.b * M + key / S] : -1;
+  }
+  return blocks;
+}
+
+// Copies the tile's rows to `rows`, zeros for hidden keys; after the last unit nothing, but still an empty group.
+DEVICE void request(u8 *rows, const uint4 *side, const Blocks &blocks, const Cursor &at, const Run &run) {
+  const int start = tile_start(at, tile_of_warp());
+#pragma unroll
+  for (int half = 0; half < 2 && at.unit < run.end; half++) {
+    const int key = start + half * STAGE_KEYS, first = first_visible(at.context - 1) - key, end = at.context - key;
+    const u32 offset = key_offset(max(blocks.of[half], 0), at.head / PARTS, key + lane_of());
+    u8 *to = rows + half * STAGE_KEYS * PITCH;
+    if (first <= 0 && end >= STAGE_KEYS) copy_stage<true>(to, side, offset, first, end);
+    else copy_stage<false>(to, side, offset, first, end);
+  }
+  copy_commit();
+}
+
+// --- weights
+
+DEVICE Maxima maxima_of(const float *tops, int row) {
+  Maxima found;
+  float old = MINUS_INFINITY;
+#pragma unroll
+  for (int tile = 0; tile < TEAM; tile++) {
+    const float max = fmaxf(old, tops[tile * 16 + row] * SCALE_2);
+    found.max[tile] = max, found.scale[tile] = fast_exp2(old - subtrahend(max)), old = max;
+  }
+  return found;
+}
+
+// Scores of the warp's tile become weights, for all warps to read.
+DEVICE void store_weights(float (&s)[TILE / 8][4], const Shared &shared, const float (&max)[2]) {
+  const int tile = tile_of_warp(), lane = lane_of();
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float base = subtrahend(max[r]);
+    float4 *chain = (float4 *)(shared.weights + (tile * CHAINS + lane + 32 * r) * CHAIN);  // lane = 4 row + t
+#pragma unroll
+    for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+      for (int i = 2 * r; i < 2 * r + 2; i++) s[n][i] = fast_exp2(fmaf(s[n][i], SCALE_2, -base));
+#pragma unroll
+    for (int n = 0; n < TILE / 8; n += 2) chain[n / 2] = make_float4(s[n][2 * r], s[n][2 * r + 1], s[n + 1][2 * r], s[n + 1][2 * r + 1]);
+  }
+#pragma unroll
+  for (int n = 0; n < TILE / 8; n += 2)
+    shared.operands[(tile * 4 + n / 2) * 32 + lane] =
+        make_uint4(pack_pair<COMPUTE>(s[n][0], s[n][1]), pack_pair<COMPUTE>(s[n][2], s[n][3]), pack_pair<COMPUTE>(s[n + 1][0], s[n + 1][1]),
+                   pack_pair<COMPUTE>(s[n + 1][2], s[n + 1][3]));
+}
+
+// The sums of the weights of four rows, sixteen chains: the lanes from 16 on do what the others do.
+DEVICE void add_weights(const Shared &shared) {
+  const int chain = tile_of_warp() * 16 + lane_of() % 16, row = chain / 4;
+  const Maxima maxima = maxima_of(shared.tops, row);
+  float sum = 0.0f;
+#pragma unroll
+  for (int tile = 0; tile < TEAM; tile++) {
+    const float4 *weights = (const float4 *)(shared.weights + (tile * CHAINS + chain) * CHAIN);
+    sum *= maxima.scale[tile];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float4 four = weights[i];
+      sum += four.x, sum += four.y, sum += four.z, sum += four.w;
+    }
+  }
+  sum = row_sum(sum);
+  if (lane_of() < 16 && chain % 4 == 0) shared.sums[row] = sum;
+}
+
+// The weighted values of the warp's columns, all tiles.
+DEVICE void add_columns(RowState &state, const Shared &shared, const Maxima (&maxima)[2], const Cursor &at) {
+  const u8 *columns = shared.values + value_lane_offset() + first_column() * 2;
+#pragma unroll
+  for (int tile = 0; tile < TEAM; tile++) {
+    if (!has_keys(at, tile)) continue;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) state.o[n][i] *= maxima[i / 2].scale[tile];
+#pragma unroll
+    for (int step = 0; step < TILE / 16; step++) {
+      const uint4 words = shared.operands[(tile * 4 + step) * 32 + lane_of()];
+      const u32 p[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+      for (int column = 0; column < COLUMNS; column += 2) {
+        u32 v[4];
+        load_matrices_transposed(v, columns + tile * TILE_BYTES + step * 16 * PITCH + column * 16);
+        multiply(state.o[column], p, v[0], v[1]);
+        multiply(state.o[column + 1], p, v[2], v[3]);
+      }
+    }
+  }
 }

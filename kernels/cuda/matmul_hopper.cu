@@ -255,7 +255,9 @@ DEVICE bool is_last_split(Sums &total, float4 *partial, u32 *counters, const Til
 // --- writing
 
 // Sends up's totals to the warps that have gate's, through `shared` [CONSUMERS / 2 warps][GROUPS][32 lanes] float4.
-DEVICE void send_up(float4 *shared, const Sums &total, int warp, int lane) { store(shared + (warp - CONSUMERS / 2) * GROUPS * 32, total, lane); }
+DEVICE void send_up(float4 *shared, const Sums &total, int warp, int lane) {
+  store(shared + (warp - CONSUMERS / 2) * GROUPS * 32, total, lane);
+}
 
 // What is added to an output; each is read only if there is such a thing.
 struct Addends {

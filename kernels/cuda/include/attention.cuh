@@ -54,10 +54,10 @@ constexpr int TILE = 64;
 constexpr int PARTITION = 256;
 constexpr int STEPS = D / 16;  // mma steps of a score
 constexpr int HALVES = D > 256 ? 2 : 1;
-constexpr int VALUES = D / HALVES;   // columns of an output row that a thread block has
+constexpr int VALUES = D / HALVES;          // columns of an output row that a thread block has
 constexpr int COLUMNS = VALUES / 8 / TEAM;  // mma column groups of them that a warp has
-constexpr int PIECES = D / 8;        // of 16 bytes in a row of the cache
-constexpr int PITCH = D * 2 + 16;    // bytes from row to row of keys in shared memory
+constexpr int PIECES = D / 8;               // of 16 bytes in a row of the cache
+constexpr int PITCH = D * 2 + 16;           // bytes from row to row of keys in shared memory
 constexpr int VALUES_PITCH = VALUES * 2 + 16;
 constexpr float SCALE_2 = (float)(SCALE * 1.4426950408889634);
 
@@ -85,7 +85,7 @@ struct RowState {
   float sum[2];         // of the weights: this lane's part
 };
 
-DEVICE int lane_of() { return TEAM == 1 ? threadIdx.x : threadIdx.x % 32; }
+DEVICE u32 lane_of() { return TEAM == 1 ? threadIdx.x : threadIdx.x % 32; }
 // The first of a warp's columns of the values.
 DEVICE int first_column() { return TEAM == 1 ? 0 : threadIdx.x / 32 * (COLUMNS * 8); }
 

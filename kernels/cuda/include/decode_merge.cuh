@@ -57,17 +57,21 @@ DEVICE void sync_team() {
 
 // Adds `more` to a counter; true for the warp that completes `expected`, which then sees everything that the others wrote before theirs.
 DEVICE bool is_last(u32 *counter, int more, int expected) {
-  static __shared__ u32 of_team;
   u32 before = 0;
   sync_team();
   if (threadIdx.x == 0) {
     before = arrive(counter, more);
     if ((int)before == expected - more) *counter = 0;
-    if (TEAM > 1) of_team = before;
   }
-  if (TEAM == 1) before = __shfl_sync(ALL_LANES, before, 0);
-  sync_team();
-  if (TEAM > 1) before = of_team;
+#if TEAM == 1
+  before = __shfl_sync(ALL_LANES, before, 0);
+  __syncwarp();
+#else
+  static __shared__ u32 of_team;
+  if (threadIdx.x == 0) of_team = before;
+  __syncthreads();
+  before = of_team;
+#endif
   return (int)before == expected - more;
 }
 
@@ -93,7 +97,7 @@ DEVICE void write_record_row(const RowState &state, const float (&sum)[2], int r
   float *to = values_of(partial, record) + row * VALUES + first_column() + t * 2;
 #pragma unroll
   for (int n = 0; n < COLUMNS; n++) *(float2 *)(to + n * 8) = make_float2(state.o[n][2 * r], state.o[n][2 * r + 1]);
-  if (t == 0 && threadIdx.x < 32) max_and_sum_of(partial, record)[row] = make_float2(state.max[r], sum[r]);
+  if (t == 0 && (TEAM == 1 || threadIdx.x < 32)) max_and_sum_of(partial, record)[row] = make_float2(state.max[r], sum[r]);
 }
 
 DEVICE void write_record(const RowState &state, const float (&sum)[2], const Records &partial, int record) {

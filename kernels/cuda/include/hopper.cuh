@@ -76,18 +76,18 @@ DEVICE u64 matrix_descriptor(const void *shared, u32 number_stride, u32 token_st
 // clang-format on
 
 // `tokens` / 2 numbers of c in a lane, which the operands after them follow. `rows`: 1 if b is read as rows.
-#define WARPGROUP_MMA_OF(name, type, tokens, numbers, a0, a1, a2, a3, b0, rows)                                                      \
-  DEVICE void name(float (&c)[tokens / 8][4], const u32 (&a)[4], u64 b) {                                                       \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #tokens "k16.f32." type "." type " {" NUMBERED_##numbers "}, {%" #a0 ",%" #a1  \
-                 ",%" #a2 ",%" #a3 "}, %" #b0 ", 1, 1, 1, " #rows ";"                                                            \
-                 : CHANGED_##numbers(0)                                                                                         \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                         \
+#define WARPGROUP_MMA_OF(name, type, tokens, numbers, a0, a1, a2, a3, b0, rows)                               \
+  DEVICE void name(float (&c)[tokens / 8][4], const u32(&a)[4], u64 b) {                                      \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #tokens "k16.f32." type "." type " {" NUMBERED_##numbers \
+                 "}, {%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #b0 ", 1, 1, 1, " #rows ";"                    \
+                 : CHANGED_##numbers(0)                                                                       \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                       \
   }
 #define WARPGROUP_MMAS_OF(name, rows_name, type)                   \
-  WARPGROUP_MMA_OF(name, type, 64, 32, 32, 33, 34, 35, 36, 0)       \
-  WARPGROUP_MMA_OF(name, type, 128, 64, 64, 65, 66, 67, 68, 0)      \
-  WARPGROUP_MMA_OF(name, type, 192, 96, 96, 97, 98, 99, 100, 0)     \
-  WARPGROUP_MMA_OF(rows_name, type, 64, 32, 32, 33, 34, 35, 36, 1)  \
+  WARPGROUP_MMA_OF(name, type, 64, 32, 32, 33, 34, 35, 36, 0)      \
+  WARPGROUP_MMA_OF(name, type, 128, 64, 64, 65, 66, 67, 68, 0)     \
+  WARPGROUP_MMA_OF(name, type, 192, 96, 96, 97, 98, 99, 100, 0)    \
+  WARPGROUP_MMA_OF(rows_name, type, 64, 32, 32, 33, 34, 35, 36, 1) \
   WARPGROUP_MMA_OF(rows_name, type, 128, 64, 64, 65, 66, 67, 68, 1)
 
 WARPGROUP_MMAS_OF(warpgroup_mma_bf16, warpgroup_mma_rows_bf16, "bf16")

@@ -61,6 +61,7 @@ OLDEST = {plan.BASE: 80}
 # These have HOPPER as well, for many rows. On an H100 its instructions round as the others' do; the self-test compares the bits on each
 # machine, since NVIDIA does not promise it, and a request's tokens must not depend on how many rows are computed with it.
 OF_HOPPER = ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head", "attention_prefill")
+ON_REQUEST = ("attention_prefill",)  # until a GPU has run it
 
 
 class CudaBackend(ExpertKernels, RankKernels, WithoutContextRanks):
@@ -87,7 +88,7 @@ class CudaBackend(ExpertKernels, RankKernels, WithoutContextRanks):
         if stem not in OF_HOPPER:
             return every
         own = {HOPPER: None if number == 90 else f"the GPU is {name}, and this variant runs on sm_90 only"}
-        return own | every if number == 90 else every | own
+        return own | every if number == 90 and stem not in ON_REQUEST else every | own
 
     def bits_of(self, variant: str) -> str | None:
         return plan.BASE if variant == HOPPER else None
