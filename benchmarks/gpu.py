@@ -104,10 +104,10 @@ def kernels(o: argparse.Namespace) -> None:
         rate, bandwidth = op.bytes / seconds_of(op, effort(o)), bandwidth_of(o)
         emit(o, f"{op.name}, H={shape[2]} K={shape[3]} D={shape[4]}", rate / 1e9, "GB/s", "copy", bandwidth and bandwidth / 1e9)
 
-    def prompting(T: int, H: int, K: int, D: int, cache: str) -> None:
-        op = attention_prefill_op(T, H, K, D, cache)
+    def prompting(T: int, H: int, K: int, D: int, cache: str, variant: str) -> None:
+        op = attention_prefill_op(T, H, K, D, cache, variant)
         rate = op.flops / seconds_of(op, effort(o)) / 1e12
-        emit(o, f"{op.name} causal, H={H} K={K} D={D}", rate, "TFLOP/s", "cuBLAS 8192", measured(o, "cuBLAS bf16, 8192"))
+        emit(o, f"{op.name} causal, H={H} K={K} D={D}, {variant}", rate, "TFLOP/s", "cuBLAS 8192", measured(o, "cuBLAS bf16, 8192"))
 
     def product(edge: int, format: str, row: str) -> None:
         op = product_op("", edge, edge, edge, format, variant=row)
@@ -122,8 +122,9 @@ def kernels(o: argparse.Namespace) -> None:
     for cache in ("BF16", *o.caches):
         for shape in shapes if o.only in "attention_decode" else ():
             attempt(o, decoding, shape, cache)
-        if o.only in "attention_prefill":
-            attempt(o, prompting, *((40, 4, 2, 32) if o.tiny else (16384, 32, 8, 128)), cache)
+        variants = usable_variants(Placement("CUDA"), "attention_prefill")  # of packed caches all are the first
+        for variant in variants[: None if cache == "BF16" else 1] if o.only in "attention_prefill" else ():
+            attempt(o, prompting, *((40, 4, 2, 32) if o.tiny else (16384, 32, 8, 128)), cache, variant)
     rows_here = usable_variants(Placement("CUDA"), "matmul")
     quantized = ("Q8_0", "Q4_0", "Q4_K", "Q6_K", *o.formats)  # Q4_K and Q6_K are those of a Q4_K_M file
     large = [(4096, "BF16"), (8192, "BF16"), *((4096, format) for format in quantized)]

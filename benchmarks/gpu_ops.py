@@ -289,7 +289,7 @@ def attention_decode_op(B: int, context: int, H: int, K: int, D: int, cache: str
     return Op(name, "attention_decode", make, cache_bytes(cache, B * context, K, D), 4 * B * context * H * D)
 
 
-def attention_prefill_op(T: int, H: int, K: int, D: int, cache: str = "BF16") -> Op:
+def attention_prefill_op(T: int, H: int, K: int, D: int, cache: str = "BF16", variant: str | None = None) -> Op:
     """Operations that the causal mask leaves out do not count."""
     q, batch = floats(T, H, D), chunk(T)
 
@@ -298,7 +298,8 @@ def attention_prefill_op(T: int, H: int, K: int, D: int, cache: str = "BF16") ->
         return lambda: PagedAttention(batch, S)(q, pool, D**-0.5)
 
     name = f"attention_prefill, {T}" + (f", {cache}" if cache != "BF16" else "")
-    return Op(name, "attention_prefill", make, cache_bytes(cache, T, K, D), 2 * T * (T + 1) * H * D)
+    choice = variant and f"attention_prefill={variant}"
+    return Op(name, "attention_prefill", make, cache_bytes(cache, T, K, D), 2 * T * (T + 1) * H * D, choice)
 
 
 def layer_ops(c: dict[str, Any], T: int, context: int) -> list[Op]:

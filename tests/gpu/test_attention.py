@@ -15,6 +15,7 @@ from tinyvllm.backends import registry
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import alias
 from tinyvllm.ops.attention import PagedAttention
+from tinyvllm.placement import Placement
 
 S = 16
 # Of results of about 1: q and the probabilities are rounded to bfloat16.
@@ -143,3 +144,20 @@ def test_a_chunk_is_its_decodes(cached, sizes, window, policies):
         same_bits(cached.decode(q[t : t + 1], [sequence], [start + t + 1], window), got[t : t + 1], f"row {t} as a decode")
     middle = rows // 3
     same_bits(cached.chunk(q[middle : 2 * middle], sequence, start + middle, window), got[middle : 2 * middle], "a chunk in the middle")
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_every_variant_for_prompts_has_the_same_bits(shape, sizes, monkeypatch, window):
+    """Hopper's own is used on request; NVIDIA does not promise that its instructions round as the others do."""
+    variants = registry.usable_variants(Placement("CUDA"), "attention_prefill")
+    if len(variants) == 1:
+        pytest.skip(f"{variants[0]} is the only variant for this GPU")
+    cached, context = Cached(sizes.contexts, *shape), sizes.contexts[-1]
+    rows = min(context, 300)
+    q, results = numbers(rows, cached.H, cached.D), []
+    for variant in variants:
+        monkeypatch.setenv("TINYVLLM_KERNELS", f"attention_prefill={variant}")
+        registry.forget_choices()
+        results.append(cached.chunk(q, len(sizes.contexts) - 1, context - rows, window))
+    for variant, other in zip(variants[1:], results[1:], strict=True):
+        same_bits(other, results[0], f"{variant} against {variants[0]}")
