@@ -378,6 +378,13 @@ def compare_transformers(o: argparse.Namespace, batch: int) -> None:
         print(f"  tinyvllm {ours:.0f} tok/s: {ours / rate:.2f} times as fast")
 
 
+def llama(o: argparse.Namespace) -> None:
+    """llama.cpp, in turn with us: gpu_llama.py."""
+    from benchmarks import gpu_llama
+
+    gpu_llama.llama(o)
+
+
 # --- the end
 
 
@@ -403,7 +410,7 @@ def summary(o: argparse.Namespace) -> None:
 PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "environment": environment, "selftest": selftest, "compile": compile_kernels, "roofs": roofs, "kernels": kernels,
     "ablation": ablation, "experts": experts, "decode": decode,
-    "serve": serve, "profile": profile, "profiled": profiled, "peers": peers, "table": summary,
+    "serve": serve, "profile": profile, "profiled": profiled, "peers": peers, "llama": llama, "table": summary,
 }  # fmt: skip
 
 
@@ -424,6 +431,7 @@ def parse_arguments(words: list[str] | None = None, machine: Machine = NVIDIA, p
     parser.add_argument("--batches", type=numbers, default=[1], help="sequences that decode together, with commas")
     parser.add_argument("--prompts", type=numbers, default=[], help="lengths of the prompts that decode also times, with commas")
     parser.add_argument("--torch-python", default=sys.executable, help="the interpreter that has torch and transformers, or mlx-lm")
+    parser.add_argument("--llama-bench", default=shutil.which("llama-bench"), help="of llama: the executable, if it is not on the PATH")
     parser.add_argument("--patience", type=float, default=100.0, help="seconds for one measurement of a peer")
     parser.add_argument("--tiny", action="store_true", help="toy shapes, nothing recorded")
     parser.add_argument("--dry", action="store_true", help="toy shapes on an emulated GPU that launches nothing; the first failure ends it")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Checks and measures all that runs on an NVIDIA GPU, in five calls in the order of their worth, each within its minutes on one H100 or H200:
+# Checks and measures all that runs on an NVIDIA GPU, in six calls in the order of their worth, each within its minutes on one H100 or H200:
 #
-#   benchmarks/gpu.sh A|B|C|D|E [FOLDER]
+#   benchmarks/gpu.sh A|B|C|D|E|F [FOLDER]
 #
 #   A  7 min  versions; every kernel and format once against recorded answers; tokens of the bundled model with each kind of weights and
 #             KV cache, and with drafts; one case of each test of tests/gpu; roofs, one decode of 1B
@@ -9,16 +9,17 @@
 #   C  9 min  256 requests (captures first, untimed), idle time, the profiler's view, memcheck and racecheck
 #   D  9 min  peers, each kernel against tinygrad's code
 #   E  8 min  decodes of 1B and 8B in q8_0, q4_0 and q4_k_m; experts, adapters, states; every kernel compiled at the sizes of real models
+#   F  5 min  llama.cpp in turn with us, where llama-bench is on the PATH
 #
 # Needs what `pip install -e .[test,cuda]` installs, or an image with torch and the packages of docs/gpu.md; no network, no C compiler. The
 # interpreter is .venv's, else python3; INTERPRETER names another one, TORCH_INTERPRETER the one that has torch and transformers, which are
 # optional. MINUTES is another time for the call. Each part has a limit of its own; a part that fails or is cut off is reported and counted,
-# and the others continue. With a FOLDER, what was printed and the figures are there as A.log, A.jsonl, ..., ten files after all five calls,
-# each written as it is measured, and B to E take A's roofs; without one the figures are added to benchmarks/results/gpu.jsonl. The exit
+# and the others continue. With a FOLDER, what was printed and the figures are there as A.log, A.jsonl, ..., twelve files after all calls,
+# each written as it is measured, and B to F take A's roofs; without one the figures are added to benchmarks/results/gpu.jsonl. The exit
 # status is the number of parts that failed, 2 also where the call is wrong or something is missing.
 #
 #   benchmarks/gpu.sh --list A            the parts and their limits in seconds
-#   benchmarks/gpu.sh --dry [A|B|C|D|E]   toy shapes on an emulated GPU that launches nothing: no GPU, no C compiler; without a letter all
+#   benchmarks/gpu.sh --dry [A|B|C|D|E|F]   toy shapes on an emulated GPU that launches nothing: no GPU, no C compiler; without a letter all
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -38,7 +39,7 @@ dry_run_of_all() { # A fills the cache of compiled kernels; then two at a time
   logs=$(mktemp -d)
   "$0" --dry A || failed=1
   { "$0" --dry B && "$0" --dry E; } >"$logs/BE" 2>&1 & local be=$!
-  { "$0" --dry C && "$0" --dry D; } >"$logs/CD" 2>&1 & local cd=$!
+  { "$0" --dry C && "$0" --dry D && "$0" --dry F; } >"$logs/CD" 2>&1 & local cd=$!
   wait "$be" || failed=1
   wait "$cd" || failed=1
   cat "$logs/BE" "$logs/CD"
@@ -50,10 +51,11 @@ dry_run_of_all() { # A fills the cache of compiled kernels; then two at a time
 case $letter in
   A) minutes=${MINUTES:-7} ;;
   E) minutes=${MINUTES:-8} ;;
+  F) minutes=${MINUTES:-5} ;;
   B | C | D) minutes=${MINUTES:-9} ;;
   *)
     [ -z "$letter" ] && [ -n "$dry" ] && dry_run_of_all
-    echo "gpu.sh: expected A, B, C, D or E, got '$letter'; A is the first call on a new machine" >&2
+    echo "gpu.sh: expected A, B, C, D, E or F, got '$letter'; A is the first call on a new machine" >&2
     exit 2
     ;;
 esac
@@ -135,6 +137,10 @@ case $letter in
     gpu decode 80 --shape llama-3.1-8b --weights q4_k_m
     gpu experts 60
     gpu compile 110
+    ;;
+  F)
+    roofs
+    gpu llama 265 --patience 60 --limit 85
     ;;
 esac
 [ -z "$list" ] || exit 0

@@ -21,7 +21,7 @@ def requirements(call: str) -> list[str]:
     import tomllib  # not in Python 3.10, which gets a message of its own
 
     own: list[str] = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
-    return [*own, *(["pytest", "hypothesis"] if call in TESTED else []), *(["gguf"] if call == "E" else [])]
+    return [*own, *(["pytest", "hypothesis"] if call in TESTED else []), *(["gguf"] if call in "EF" else [])]
 
 
 def missing_packages(call: str) -> list[str]:
