@@ -3,7 +3,9 @@
 #include "prefill_work.cuh"
 
 constexpr int SECTION_BYTES = D <= 128 ? 0 : 16 * WARPS * VALUES * 4;
-constexpr int COLUMN_UNROLL = D <= 128 ? COLUMNS : 2;  // full where the sums must be registers; otherwise 2, which needs fewer registers
+constexpr int COLUMN_UNROLL = D <= 128 ? COLUMNS : 1;  // full where the sums must be registers
+// Columns of `out` that are read before they are written: a read waits for the write before it. At D = 128 two would spill.
+constexpr int AT_ONCE = D <= 64 ? 4 : D <= 128 ? 1 : 2;
 
 // The merged partitions of a section so far: `o` as in RowState.
 struct SectionState {
@@ -66,12 +68,16 @@ DEVICE void merge_section(SectionState &section, float (&max)[2], float (&sum)[2
     sum[r] = fmaf(section.sum[r], scales.next, sum[r] * scales.old);
     const float inverse = last ? 1.0f / with_sink(sum[r], max[r], head_sinks, work.head * G + row_of_lane(r) % G) : 1.0f;
 #pragma unroll COLUMN_UNROLL
-    for (int n = 0; n < COLUMNS; n++) {
-      float2 *at = (float2 *)(row + n * 8 + column);
-      const float2 old = any ? *at : make_float2(0.0f, 0.0f);
-      const float x = fmaf(section.o(n, 2 * r), scales.next, old.x * scales.old);
-      const float y = fmaf(section.o(n, 2 * r + 1), scales.next, old.y * scales.old);
-      *at = make_float2(x * inverse, y * inverse);
+    for (int first = 0; first < COLUMNS; first += AT_ONCE) {
+      float2 *at = (float2 *)(row + first * 8 + column), old[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) old[i] = any && first + i < COLUMNS ? at[i * 4] : make_float2(0.0f, 0.0f);
+#pragma unroll
+      for (int i = 0; i < AT_ONCE && first + i < COLUMNS; i++) {
+        const float x = fmaf(section.o(first + i, 2 * r), scales.next, old[i].x * scales.old);
+        const float y = fmaf(section.o(first + i, 2 * r + 1), scales.next, old[i].y * scales.old);
+        at[i * 4] = make_float2(x * inverse, y * inverse);
+      }
     }
   }
 }
