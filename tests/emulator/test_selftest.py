@@ -177,7 +177,7 @@ def test_hoppers_attention_with_other_bits_is_replaced(monkeypatch, device):
     facts = ShapeFacts(Placement(device), **_CACHE)
     monkeypatch.setattr(cuda, "ON_REQUEST", ())
     report = check_kernels(Placement(device), lambda: [("attention_prefill", facts)])
-    assert planted and "numbers have other bits than those of sm_80" in next(iter(report.replaced.values()))
+    assert planted and "numbers have other bits than those of the kernel that it replaces" in next(iter(report.replaced.values()))
     assert registry.select("attention_prefill", Placement(device), "a", facts).variant == "sm_80"
 
 
@@ -195,7 +195,7 @@ def test_hoppers_kernel_with_other_bits_is_replaced(monkeypatch, device):
     report = check(device, "matmul")
     assert planted == ["matmul_hopper"]
     (why,) = report.replaced.values()
-    assert f"numbers of y have other bits among {hopper_plan.LEAST_ROWS + 3} rows" in why
+    assert why == "149 numbers have other bits than those of the kernel that it replaces"
     assert next(iter(report.replaced)) == "sm_90a matmul BF16"
     assert registry.select("matmul", Placement(device), "a", needs(device)["matmul"]).variant == "sm_80"
 

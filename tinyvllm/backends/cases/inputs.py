@@ -29,6 +29,9 @@ CHOSEN = np.array([[2, 0], [0, 2], [1, 2], [2, 1], [0, 1]], np.int32)  # of each
 SHARES = np.array([[0.75, 0.25], [0.5, 0.5], [1.0, 0.125], [0.625, 0.375], [0.875, -0.25]], np.float32)
 
 Arrays = dict[str, np.ndarray]
+OTHER_BITS = (
+    "other bits"  # a result that has no recorded answer: how many numbers differ from those of another kernel that must have the same
+)
 
 
 def integers(seed: int, low: int, high: int, *shape: int) -> np.ndarray:
