@@ -194,7 +194,7 @@ def test_limits_of_the_parts_add_up_to_the_time_of_a_call(letter: str, minutes: 
 
 def test_a_call_without_its_letter_is_an_error() -> None:
     done = run_script()
-    assert done.returncode == 2 and "expected A, B, C, D or E" in done.stderr
+    assert done.returncode == 2 and "expected A, B, C, D, E or F" in done.stderr
 
 
 def test_results_are_in_the_folder_and_roofs_are_measured_once(tmp_path: Path) -> None:
