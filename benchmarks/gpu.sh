@@ -75,7 +75,7 @@ gpu() { # gpu PART SECONDS OPTIONS...: a part of benchmarks/gpu.py
     ${dry:+--dry} ${folder:+--unrecorded} "$@"
 }
 
-[ -n "$dry" ] || export PYTEST_ADDOPTS='-m "long or not long"' # all cases: what is long is so on an emulated GPU
+[ -n "$dry" ] || export PYTEST_ADDOPTS="${PYTEST_ADDOPTS:-} -m 'long or not long'" # all cases: what is long is so on an emulated GPU
 
 gpu_tests() { # gpu_tests NAME SECONDS WORDS VARIABLES...: pytest with these words, of tests that have not run, with these variables set
   local name=$1 limit=$2

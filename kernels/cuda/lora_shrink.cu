@@ -15,16 +15,11 @@
 // it reads it once for neighbours with one adapter, as the rows of a prompt are. LoRA (Hu et al., 2021, arXiv:2106.09685); many adapters in
 // one batch as in Punica (Chen et al., 2023, arXiv:2310.18547).
 #include "adapters.cuh"
+#include "input_rows.cuh"
 #include "norm.cuh"
 
 constexpr int THREADS = 32 * NORM_WARPS, HIDDEN = PARTS * R;
 static_assert(E % 4 == 0, "lora_shrink: E must be a multiple of 4");
-
-#if NORM
-#define NORM_ARGUMENT const float *norm,
-#else
-#define NORM_ARGUMENT
-#endif
 
 // Rows of a thread block from its first on, and what they are normed with.
 struct Rows {

@@ -28,6 +28,7 @@
 //
 // After the products for Hopper of CUTLASS (producer and consumer warps, Thakkar et al., 2023).
 #include "hopper.cuh"
+#include "last_block.cuh"
 #include "product.cuh"
 
 constexpr int ROW_TILES = TILE_O / 16, GROUPS = TILE_T / 8;  // of a thread block; a warp has one row tile and all groups
@@ -235,16 +236,8 @@ DEVICE void consume(Sums &total, Ring ring, float4 *partial, const Tile &tile, i
 
 // Whether this thread block is the last of its tile to arrive; then `total` becomes the sum of all pieces. Called by all threads.
 DEVICE bool is_last_split(Sums &total, float4 *partial, u32 *counters, const Tile &tile, int warp, int lane) {
-  static __shared__ u32 before;
   if (tile.first == 0 && warp < CONSUMERS) store(partial_of(partial, tile, 0, warp), total, lane);
-  __syncthreads();
-  u32 *counter = counters + tile.token_block * ROW_BLOCKS + tile.row_block;
-  if (threadIdx.x == 0) {
-    before = arrive(counter);
-    if (before == SPLIT - 1) *counter = 0;
-  }
-  __syncthreads();
-  if (before != SPLIT - 1) return false;
+  if (!is_last_block(counters + tile.token_block * ROW_BLOCKS + tile.row_block, 1, SPLIT)) return false;
   if (warp >= CONSUMERS) return true;
   fill(total, -0.0f);
 #pragma unroll 1

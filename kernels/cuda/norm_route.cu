@@ -18,17 +18,13 @@
 //
 // Launch: grid (ceil((X + SHARED_GATE) / (8 EACH)), ceil(T / 4), 1), 256 threads, no dynamic shared memory. Unit of work: a warp has EACH experts (1, 2 or
 // 4) with four rows; the last thread block of four rows to arrive chooses for them, a warp a row.
+#include "input_rows.cuh"
 #include "norm.cuh"
 #include "route.cuh"
 
 constexpr int ROWS = 4, WARPS = NORM_WARPS, THREADS = 32 * WARPS;  // of a thread block
 static_assert(E % 4 == 0, "norm_route: E must be a multiple of 4");
 
-#if NORM
-#define NORM_ARGUMENT const float *norm,
-#else
-#define NORM_ARGUMENT
-#endif
 #if SHARED_GATE
 #define GATES_ARGUMENT float *gates,
 #define GATE_ARGUMENT const float *gate,

@@ -15,6 +15,7 @@
 // gridDim.y-th run of eight blocks of columns, one for each warp: a warp reads 128 bytes of each token, and writes 512 bytes in a row. A
 // token a block, as quantize_input.cu has it, would write pieces of sixteen bytes: it took 1.8 times as long (4096 x 4096, H100). The norm
 // of token w is computed by warp w, in norm.cuh's order.
+#include "input_rows.cuh"
 #include "norm.cuh"
 #include "product.cuh"
 
@@ -32,23 +33,17 @@ struct Row {
 DEVICE float row_inverse(const float *x, int lane);
 DEVICE void normed_eight(float (&v)[8], const Row &row, const float *norm, int column);
 
-extern "C" __global__ void __launch_bounds__(256) quantize_cores(uint4 *prepared, const float *x,
-#if NORM
-                                                                 const float *norm,
-#endif
-#if GATHER
-                                                                 const int *row_index,
-#endif
-                                                                 const int *rows) {
+extern "C" __global__ void __launch_bounds__(256)
+    quantize_cores(uint4 *prepared, const float *x, NORM_ARGUMENT INDEX_ARGUMENT const int *rows) {
   await_previous();
   const int group = blockIdx.x, first = group * TOKENS_OF_GROUP, warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = rows[0];
   if (first >= count) return;
+  const int token = first + lane % TOKENS_OF_GROUP;
 #if GATHER
-#define ROW(token) ((token) < count ? row_index[token] : -1)
+  const int from = token < count ? row_index[token] : -1;
 #else
-#define ROW(token) ((token) < count ? (token) : -1)
+  const int from = token < count ? token : -1;
 #endif
-  const int from = ROW(first + lane % TOKENS_OF_GROUP);
   Row row = {x + (u64)max(from, 0) * I, 1.0f, from >= 0};
 #if NORM
   static __shared__ float inverses[TOKENS_OF_GROUP];

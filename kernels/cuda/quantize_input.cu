@@ -17,6 +17,7 @@
 // the norm (norm.cuh). A token's share of a block of columns is whole sectors of memory (64 or 32 bytes), so more tokens a block would gain
 // nothing, and each of the few tokens of a short prompt gets its own multiprocessor. What the norm has read, the rounding finds in the
 // first-level cache.
+#include "input_rows.cuh"
 #include "norm.cuh"
 #include "product.cuh"
 
@@ -36,14 +37,8 @@ struct Row {
 DEVICE float row_inverse(const float *x, int thread);
 DEVICE void write_row(u8 *prepared, const Row &row, int token, int thread, bool valid);
 
-extern "C" __global__ void __launch_bounds__(THREADS) quantize_input(u8 *prepared, const float *x,
-#if NORM
-                                                                     const float *norm,
-#endif
-#if GATHER
-                                                                     const int *row_index,
-#endif
-                                                                     const int *rows) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    quantize_input(u8 *prepared, const float *x, NORM_ARGUMENT INDEX_ARGUMENT const int *rows) {
   await_previous();
   const int token = blockIdx.x, thread = threadIdx.x, count = rows[0];
   if (token / 8 * 8 >= count) return;

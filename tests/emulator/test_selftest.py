@@ -17,6 +17,7 @@ from tests.planting import forget_code, plant
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backends import autotune, cases, registry, selftest
 from tinyvllm.backends.cases import Case, Site
+from tinyvllm.backends.cases.inputs import OTHER_BITS
 from tinyvllm.backends.cuda import call as cuda
 from tinyvllm.backends.cuda import hopper_plan
 from tinyvllm.backends.cuda import launch as cuda_launch
@@ -152,52 +153,41 @@ def test_a_wrong_kernel_is_replaced_and_named(monkeypatch, device, caplog, stem)
     assert instead not in (best, BASE[device]) and f"; {instead or 'ref'} is used instead" in caplog.text
 
 
-def test_hoppers_kernels_pass(device):
-    """Many rows, with the bits of a few."""
-    if device == "METAL":
-        pytest.skip("of CUDA alone")
-    for case in (Case("matmul", "BF16"), Case("norm_gate_up_silu", "F16")):
-        results = cases.run(case, Site(registry.BACKENDS[device], hopper_plan.HOPPER, device))
-        assert [len(arrays["y"]) for arrays in results] == [3, 19, hopper_plan.LEAST_ROWS + 3]
-        assert cases.wrong(case, results, selftest._answers()) is None
-    case = Case("attention_prefill", cache="F16", head_dim=64, sinks=True)
-    assert cases.wrong(case, cases.run(case, Site(registry.BACKENDS[device], hopper_plan.HOPPER, device)), selftest._answers()) is None
+HOPPER = [Case("matmul", "BF16"), Case("norm_gate_up_silu", "F16"), Case("attention_prefill", cache="F16", head_dim=64, sinks=True)]
 
 
-def test_hoppers_attention_with_other_bits_is_replaced(monkeypatch, device):
-    if device == "METAL":
-        pytest.skip("of CUDA alone")
+@pytest.mark.parametrize("case", HOPPER, ids=lambda case: case.name)
+def test_hoppers_kernels_pass(case):
+    """Many rows, with the bits of a few, or of the other variant."""
+    with cuda_device(seed=1) as driver:
+        results = cases.run(case, Site(registry.BACKENDS["CUDA"], hopper_plan.HOPPER, "CUDA"))
+        assert any(name.endswith("_hopper") for name in driver.launched)
+    assert results[-1][OTHER_BITS].tolist() == [0] and cases.wrong(case, results, selftest._answers()) is None
 
-    def change(stem: str, text: str) -> str:
-        changed = text.replace("add_tile(state, s, keys", "s[0][0] *= 1.01f, add_tile(state, s, keys")
-        assert changed != text
-        return changed
 
-    planted = plant(monkeypatch, {"attention_prefill_hopper"}, change=change)
-    facts = ShapeFacts(Placement(device), **_CACHE)
+# The last bit of a sum, as a tensor core that rounds differently would have it; a weight.
+ROUNDED = {
+    "matmul": ("matmul_hopper", "total[j / 4][j % 4] += sums", "total[j / 4][j % 4] += 1.0000002f * sums"),
+    "attention_prefill": ("attention_prefill_hopper", "add_tile(state, s, keys", "s[0][0] *= 1.01f, add_tile(state, s, keys"),
+}
+
+
+@pytest.mark.parametrize("stem", ROUNDED)
+def test_a_kernel_of_hopper_with_other_bits_is_replaced(monkeypatch, stem):
+    kernel, old, new = ROUNDED[stem]
+
+    def change(_: str, text: str) -> str:
+        assert old in text
+        return text.replace(old, new)
+
     monkeypatch.setattr(cuda, "ON_REQUEST", ())
-    report = check_kernels(Placement(device), lambda: [("attention_prefill", facts)])
-    assert planted and "numbers have other bits than those of the kernel that it replaces" in next(iter(report.replaced.values()))
-    assert registry.select("attention_prefill", Placement(device), "a", facts).variant == "sm_80"
-
-
-def test_hoppers_kernel_with_other_bits_is_replaced(monkeypatch, device):
-    """As a tensor core that rounds differently would have: by the last bit of a sum."""
-    if device == "METAL":
-        pytest.skip("of CUDA alone")
-
-    def change(stem: str, text: str) -> str:
-        changed = text.replace("total[j / 4][j % 4] += sums", "total[j / 4][j % 4] += 1.0000002f * sums")
-        assert changed != text
-        return changed
-
-    planted = plant(monkeypatch, {"matmul_hopper"}, change=change)
-    report = check(device, "matmul")
-    assert planted == ["matmul_hopper"]
-    (why,) = report.replaced.values()
-    assert why == "149 numbers have other bits than those of the kernel that it replaces"
-    assert next(iter(report.replaced)) == "sm_90a matmul BF16"
-    assert registry.select("matmul", Placement(device), "a", needs(device)["matmul"]).variant == "sm_80"
+    facts = needs("CUDA").get(stem, ShapeFacts(Placement("CUDA"), **_CACHE))
+    with cuda_device(seed=1):
+        planted = plant(monkeypatch, {kernel}, change=change)
+        report = check_kernels(Placement("CUDA"), lambda: [(stem, facts)])
+        ((name, why),) = report.replaced.items()
+        assert planted == [kernel] and name.startswith(f"sm_90a {stem}") and "numbers have other bits than those of the kernel" in why
+        assert registry.select(stem, Placement("CUDA"), "a", facts).variant == "sm_80"
 
 
 @pytest.mark.parametrize("case", PACKED, ids=lambda case: case.name)

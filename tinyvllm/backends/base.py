@@ -70,14 +70,11 @@ class Backend(Protocol):
     def compile_ahead(self, kernels: Sequence[Kernel], placement: Placement) -> None:
         """Start to compile in the background; the launch waits for what it needs, and raises what its compiler said."""
 
-    def tested_rows(self, variant: str) -> int:
-        """Rows for which a product of the variant launches kernels that it launches for no fewer: the self-test multiplies as many, and
-        compares the bits with those of a few. 0 if there are none.
+    def bits_of(self, variant: str) -> str | None:
+        """Another variant that computes few rows for this one, and whose bits this one promises to have: the self-test compares them. None
+        if there is none.
         """
         ...
-
-    def bits_of(self, variant: str) -> str | None:
-        """Another variant, whose bits of attention this one promises to have: the self-test compares them. None if there is none."""
 
     def unsupported(self, stem: str, facts: ShapeFacts) -> str | None:
         """Why the op's kernels cannot run a shape, or None if they can."""

@@ -55,9 +55,6 @@ class Outline:
     def bits_of(self, variant: str) -> str | None:
         return None
 
-    def tested_rows(self, variant: str) -> int:
-        return 0
-
     def unsupported(self, stem: str, facts: ShapeFacts) -> str | None:
         return None
 

@@ -8,6 +8,7 @@
 // the section in which it continues alone, and for its sections. The warp that adds the last of these merges them.
 #pragma once
 #include "decode_tile.cuh"
+#include "last_block.cuh"
 
 constexpr int RECORDS = SECTION_PARTITIONS + SECTIONS;  // of one space of a warp
 constexpr int MAX_PARTITIONS = (M * S + PARTITION - 1) / PARTITION;
@@ -57,22 +58,19 @@ DEVICE void sync_team() {
 
 // Adds `more` to a counter; true for the warp that completes `expected`, which then sees everything that the others wrote before theirs.
 DEVICE bool is_last(u32 *counter, int more, int expected) {
+#if TEAM > 1
+  return is_last_block(counter, more, expected);
+#else
   u32 before = 0;
-  sync_team();
+  __syncwarp();
   if (threadIdx.x == 0) {
     before = arrive(counter, more);
     if ((int)before == expected - more) *counter = 0;
   }
-#if TEAM == 1
   before = __shfl_sync(ALL_LANES, before, 0);
   __syncwarp();
-#else
-  static __shared__ u32 of_team;
-  if (threadIdx.x == 0) of_team = before;
-  __syncthreads();
-  before = of_team;
-#endif
   return (int)before == expected - more;
+#endif
 }
 
 // --- writing

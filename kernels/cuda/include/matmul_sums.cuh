@@ -1,5 +1,6 @@
 // The sums of matmul.cu: a warp's products with a block of columns, and how sums of pieces are merged between teams and thread blocks.
 #pragma once
+#include "last_block.cuh"
 #include "matmul_tile.cuh"
 
 constexpr int SUM_TILES = WARP_O * WARP_T;  // mma tiles of a warp
@@ -130,16 +131,8 @@ DEVICE void end_round(Sums &total, Sums &sums, float4 *partial, float4 *merge, c
 
 // Whether this thread block is the last of its tile to arrive; then `total` becomes the sum of all pieces.
 DEVICE bool is_last_split(Sums &total, float4 *partial, u32 *counters, const Tile &tile, const Place &place) {
-  static __shared__ u32 before;
   if (tile.first == 0 && place.team == 0) store(partial_of(partial, tile, 0, place.warp), total, place.lane);
-  __syncthreads();
-  u32 *counter = counters + tile.token_block * ROW_BLOCKS + tile.row_block;
-  if (threadIdx.x == 0) {
-    before = arrive(counter);
-    if (before == SPLIT - 1) *counter = 0;
-  }
-  __syncthreads();
-  if (before != SPLIT - 1) return false;
+  if (!is_last_block(counters + tile.token_block * ROW_BLOCKS + tile.row_block, 1, SPLIT)) return false;
   if (place.team > 0) return true;
   fill(total, -0.0f);  // the neutral element of addition: it preserves every bit of what is added
   for (int slot = 0; slot < PIECES - PER_SPLIT + 1; slot++) add_from(total, partial_of(partial, tile, slot, place.warp), place.lane);

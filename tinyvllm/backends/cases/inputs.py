@@ -15,6 +15,7 @@ from tinyvllm.quant.grouped import pack_groups
 _WIDEST_GROUP = 128  # columns: the grouped formats hold the same numbers
 PERIOD = 5  # distinct rows; no power of two, so that rows that changed places by one are noticed
 FEW, MANY = (4, 3), (24, 19)  # rows of a batch, and how many of them count
+MOST = (80, 75)  # of variants whose kernels begin at more rows than MANY
 S = 16  # tokens of a KV block
 EPS = 1603.5 / 4096  # makes the mean square of `activations` 1
 MIXED_COLUMNS = 768  # of a product in several formats: whole blocks of each

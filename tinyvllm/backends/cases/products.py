@@ -12,6 +12,7 @@ from tinyvllm.backends.cases.inputs import (
     HEAD_DIM,
     KV_HEADS,
     MANY,
+    MOST,
     OTHER_BITS,
     OUTPUTS,
     PERIOD,
@@ -38,15 +39,14 @@ from tinyvllm.quant.formats import FORMATS, Layout
 from tinyvllm.quant.layouts import PackedWeight, RowSource, RowWeight, joined
 
 
-def _batches(site: Site) -> list[tuple[int, int]]:
+def _batches(site: Site) -> tuple[tuple[int, int], ...]:
     """Rows of each batch, and how many of them count."""
-    most = site.backend.tested_rows(site.variant)
-    return [FEW, MANY, *([(most, most - 5)] if most else [])]
+    return (FEW, MANY) if site.backend.bits_of(site.variant) is None else (FEW, MANY, MOST)
 
 
 def _with_bits(site: Site, results: list[Arrays]) -> list[Arrays]:
-    """The results, and of how many numbers the variant's kernel for more rows has other bits than the one for a few."""
-    if site.backend.tested_rows(site.variant):
+    """The results, and of how many numbers a variant's kernel for many rows has other bits than the one of few, which another has."""
+    if site.backend.bits_of(site.variant) is not None:
         pairs = [(results[-1][name][: len(few)], few) for name, few in results[0].items()]
         results[-1][OTHER_BITS] = np.array([sum(int((many.view(np.uint32) != few.view(np.uint32)).sum()) for many, few in pairs)])
     return results

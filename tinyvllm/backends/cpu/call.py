@@ -76,9 +76,6 @@ class CpuBackend(ExpertKernels, StateKernels):
     def bits_of(self, variant: str) -> str | None:
         return None
 
-    def tested_rows(self, variant: str) -> int:
-        return 0
-
     def unsupported(self, stem: str, facts: ShapeFacts) -> str | None:
         return first_reason(LIMITS[stem], facts)
 

@@ -93,9 +93,6 @@ class CudaBackend(ExpertKernels, RankKernels, WithoutContextRanks):
     def bits_of(self, variant: str) -> str | None:
         return plan.BASE if variant == HOPPER else None
 
-    def tested_rows(self, variant: str) -> int:
-        return hopper_plan.LEAST_ROWS + 8 if variant == HOPPER else 0
-
     def identity(self, placement: Placement) -> str:
         return f"{architecture(placement.device)}, {gpu_of(placement)}, {versions()}"
 

@@ -134,9 +134,6 @@ class MetalBackend(ExpertKernels, WithoutRanks):
     def bits_of(self, variant: str) -> str | None:
         return None
 
-    def tested_rows(self, variant: str) -> int:
-        return 0
-
     def unsupported(self, stem: str, facts: ShapeFacts) -> str | None:
         if stem == "attention_prefill" and (layout := self._layouts.get(facts.placement.device)) is not None:
             return f"kernel multiplies matrices, which have another layout here: {layout}"
