@@ -15,7 +15,7 @@
 // memory does not suffice for those, 32 or 16 keys or values. H / K is at most WARPS * 16.
 // Launch: block WARPS * 32; grid (ceil(T / SPAN) + chunk sequences, K * HALVES) or more, with SPAN = WARPS * 16 * K / H rounded down; shared
 // memory STAGES * STAGE_KEYS * (2 * (D + VALUES) + 32), of 32 or 16 keys STAGES * STAGE_KEYS * (2 * D + 16), and, for D > 128,
-// WARPS * (64 * VALUES + 32 * D - 512 * REGISTER_STEPS) bytes. tinyvllm/backends/cuda/plan.py chooses; KiB of 16-bit caches:
+// WARPS * (64 * VALUES + 32 * D - 512 * REGISTER_STEPS) bytes. tinyvllm/backends/cuda/attention_plan.py chooses; KiB of 16-bit caches:
 //
 //   D      WARPS, STAGES, STAGE_KEYS   KiB      where a block has less
 //   128    8, 2, 128                   136      8, 1, 128   68

@@ -14,7 +14,7 @@ import pytest
 
 from tests.emulator.driver import cuda_device
 from tinyvllm.backends.cpu.cores import Cores
-from tinyvllm.backends.cuda import compilers, launch, nvrtc, plan
+from tinyvllm.backends.cuda import attention_plan, compilers, launch, nvrtc, plan
 from tinyvllm.backends.cuda.call import CudaBackend
 from tinyvllm.backends.cuda.compilers import CompilerProcess
 from tinyvllm.backends.kernel import Kernel
@@ -61,7 +61,7 @@ def test_a_text_serves_all_numbers_of_rows(monkeypatch):
 def test_a_long_context_changes_no_text_of_attention_with_the_batch():
     """The places that sequences read for others have are fewer in large batches: an argument."""
     shape = plan.Attention(32, 8, 128, 16, 8192, "BF16", "0.1f", 0)
-    kernels = [plan.attention_decode("sm_80", B, shape, H200, cascade=True)[0] for B in BUCKETS if B > 1]
+    kernels = [attention_plan.attention_decode("sm_80", B, shape, H200, cascade=True)[0] for B in BUCKETS if B > 1]
     assert len({kernel.integers[1] for kernel in kernels}) > 3 and texts(kernels) == {"attention_decode": 1}
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from tests.formats import sampled_formats
 from tests.kernels.delta_rule import recurrent_samples
 from tinyvllm.backends import low_rank
-from tinyvllm.backends.cuda import expert_plan, hopper_plan
+from tinyvllm.backends.cuda import attention_plan, expert_plan, hopper_plan
 from tinyvllm.backends.cuda import plan as records
 from tinyvllm.backends.cuda.expert_plan import Lists
 from tinyvllm.backends.cuda.plan import GPU
@@ -187,28 +187,30 @@ def _attention(gpu: GPU) -> dict[str, Kernel]:
     found = {}
     for name, sizes, cache in (("1b", SMALL, "F16"), ("8b", LARGE, "BF16"), ("wide", WIDE, "BF16")):
         told = sizes.attention(cache, window=1024 if sizes is WIDE else 0)
-        found[f"attention_prefill {name}"] = records.attention_prefill(VARIANT, 512, 2, told, gpu)
-        found[f"attention_decode {name}"] = records.attention_decode(VARIANT, 32, told, gpu)[0]
-        if (team := records.attention_decode(VARIANT, 1, told, gpu)[0]).stem == "attention_decode_team":
+        found[f"attention_prefill {name}"] = attention_plan.attention_prefill(VARIANT, 512, 2, told, gpu)
+        found[f"attention_decode {name}"] = attention_plan.attention_decode(VARIANT, 32, told, gpu)[0]
+        if (team := attention_plan.attention_decode(VARIANT, 1, told, gpu)[0]).stem == "attention_decode_team":
             found[f"attention_decode_team {name}"] = team
         if sizes is not WIDE:
-            found[f"attention_decode {name}, shared"] = records.attention_decode(VARIANT, 64, told, gpu, cascade=True)[0]
+            found[f"attention_decode {name}, shared"] = attention_plan.attention_decode(VARIANT, 64, told, gpu, cascade=True)[0]
     for name, told in (("sinks", SINKS.attention("BF16", 128, sinks=True)), ("capped", CAPPED.attention("BF16", 4096, cap=50.0))):
-        found[f"attention_prefill {name}"] = records.attention_prefill(VARIANT, 512, 2, told, gpu)
-        found[f"attention_decode {name}"] = records.attention_decode(VARIANT, 32, told, gpu)[0]
-        found[f"attention_decode {name}, shared"] = records.attention_decode(VARIANT, 64, told, gpu, cascade=True)[0]
+        found[f"attention_prefill {name}"] = attention_plan.attention_prefill(VARIANT, 512, 2, told, gpu)
+        found[f"attention_decode {name}"] = attention_plan.attention_decode(VARIANT, 32, told, gpu)[0]
+        found[f"attention_decode {name}, shared"] = attention_plan.attention_decode(VARIANT, 64, told, gpu, cascade=True)[0]
     for cache in ("BF16", "F16", "KV_INT8", "KV_INT4", "KV_FP8"):
-        found[f"attention_prefill {cache} of 512 features"] = records.attention_prefill(VARIANT, 512, 2, WIDEST.attention(cache), gpu)
-        found[f"attention_decode {cache} of 512 features"] = records.attention_decode(VARIANT, 32, WIDEST.attention(cache), gpu)[0]
+        found[f"attention_prefill {cache} of 512 features"] = attention_plan.attention_prefill(
+            VARIANT, 512, 2, WIDEST.attention(cache), gpu
+        )
+        found[f"attention_decode {cache} of 512 features"] = attention_plan.attention_decode(VARIANT, 32, told, gpu)[0]
     small = GPU(128, 99 << 10, 100 << 10)  # sm_86, sm_89 and sm_120
     for sizes, cache in ((WIDE, "BF16"), (WIDEST, "BF16"), (WIDEST, "KV_INT8"), (WIDEST, "KV_INT4")):
         name = f"attention_prefill {cache} of {sizes.D} features in 99 KiB"
-        found[name] = records.attention_prefill(VARIANT, 512, 2, sizes.attention(cache), small)
+        found[name] = attention_plan.attention_prefill(VARIANT, 512, 2, sizes.attention(cache), small)
     both = LARGE.attention("BF16", cap=50.0, sinks=True)
-    found["attention_decode of all policies, shared"] = records.attention_decode(VARIANT, 64, both, gpu, cascade=True)[0]
-    packed = records.attention_decode(VARIANT, 64, SMALL.attention("KV_INT4"), gpu, cascade=True)[0]
+    found["attention_decode of all policies, shared"] = attention_plan.attention_decode(VARIANT, 64, both, gpu, cascade=True)[0]
+    packed = attention_plan.attention_decode(VARIANT, 64, SMALL.attention("KV_INT4"), gpu, cascade=True)[0]
     found |= {"attention_decode KV_INT4, shared": packed, "kv_append KV_FP8": records.kv_append(VARIANT, 64, 8, 16, 128, "KV_FP8")}
-    found["attention_prefill KV_INT8"] = records.attention_prefill(VARIANT, 512, 2, LARGE.attention("KV_INT8"), gpu)
+    found["attention_prefill KV_INT8"] = attention_plan.attention_prefill(VARIANT, 512, 2, LARGE.attention("KV_INT8"), gpu)
     found["rope_store KV_INT4"] = records.rope_store(VARIANT, 128, QWEN.heads("KV_INT4"))
     return found
 

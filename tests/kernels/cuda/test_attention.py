@@ -14,7 +14,7 @@ import pytest
 from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned
 from tests.kernels.test_attention import CONTEXT, NEW, Case, Shape, _ints, make, oracle, same, with_sinks
-from tinyvllm.backends.cuda import hopper_plan
+from tinyvllm.backends.cuda import attention_plan, hopper_plan
 from tinyvllm.backends.cuda import plan as records
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.shapes import Attention
@@ -49,7 +49,7 @@ def decode(
 ) -> np.ndarray:  # fmt: skip
     """The last row of each sequence; afterwards the counters are zero again. `read`: bytes read of each array, [4] is the cache."""
     s, (B, M) = case.shape, case.tables.shape
-    kernel, floats, counts = records.attention_decode("sm_90", B, told(case), GPU, cascade=shared_prefix_lens is not None)
+    kernel, floats, counts = attention_plan.attention_decode("sm_90", B, told(case), GPU, cascade=shared_prefix_lens is not None)
     if grid or section != 4096:
         wide = grid or kernel.grid[0]
         parts, halves = -(-s.H // s.K // 16), kernel.grid[1]
@@ -73,7 +73,7 @@ def prefill(
     case: Case, first: int = 0, count: int | None = None, section: int = 4096, stages: int = 2, seed: int = 0, gpu: records.GPU = GPU
 ) -> np.ndarray:
     chunks = len(case.new) - first if count is None else count
-    kernel = records.attention_prefill("sm_90", sum(case.new), len(case.new), told(case), gpu)
+    kernel = attention_plan.attention_prefill("sm_90", sum(case.new), len(case.new), told(case), gpu)
     kernel = with_section(kernel, section)
     if stages == 1:
         kernel = dataclasses.replace(kernel, defines=tuple((name, 1 if name == "STAGES" else value) for name, value in kernel.defines))
@@ -207,7 +207,7 @@ TEAMS = [
 def test_a_team_of_warps_has_the_bits_of_one(shape: Shape) -> None:
     """Contexts of one key, of whole tiles, and of several partitions; more thread blocks than units, and fewer."""
     case = make(shape, [3, 1, 20, 1], [700, 257, 64, 1])
-    assert records.attention_decode("sm_90", 4, told(case), GPU)[0].stem == "attention_decode_team"
+    assert attention_plan.attention_decode("sm_90", 4, told(case), GPU)[0].stem == "attention_decode_team"
     want, last, rows = oracle(rounded(case)), case.starts[1:] - 1, prefill(case)
     for grid, seed in ((None, 0), (1, 1), (2, 2), (5, 3), (40, 4)):
         ends = decode(case, grid=grid, seed=seed)
@@ -226,7 +226,7 @@ def test_a_team_merges_sections() -> None:
 
 def test_teams_are_for_few_sequences_of_usual_heads() -> None:
     def stem(B: int, D: int, dtype: str = "BF16", gpu: records.GPU = GPU) -> str:
-        return records.attention_decode("sm_80", B, Attention(8, 2, D, 16, 64, dtype, "0.1f", 0), gpu)[0].stem
+        return attention_plan.attention_decode("sm_80", B, Attention(8, 2, D, 16, 64, dtype, "0.1f", 0), gpu)[0].stem
 
     assert {stem(4, 64), stem(1, 128)} == {"attention_decode_team"}
     small = records.GPU(3, 99 << 10, 100 << 10)
@@ -276,7 +276,7 @@ PARTS = [
 @pytest.mark.parametrize("shape, kib, block", [pytest.param(*p, marks=() if i < 3 else pytest.mark.long) for i, p in enumerate(PARTS)])
 def test_parts_of_tiles_have_the_bits_of_whole_ones(shape: Shape, kib: int, block: tuple[int, int, int]) -> None:
     small, case = records.GPU(3, kib << 10, kib + 1 << 10), ragged(shape)
-    defines = dict(records.attention_prefill("sm_80", 1, 1, told(case), small).defines)
+    defines = dict(attention_plan.attention_prefill("sm_80", 1, 1, told(case), small).defines)
     assert (defines["WARPS"], defines["STAGES"], defines["STAGE_KEYS"]) == block
     rows = prefill(case, gpu=small)
     close(rows, oracle(rounded(case)), case)

@@ -11,6 +11,7 @@ from tests.emulator.emulate import emulate
 from tests.kernels.calling import aligned
 from tests.kernels.cuda.test_attention import GPU, close, decode, prefill, rounded, told
 from tests.kernels.test_attention import Case, Shape, _ints, grouped, make, oracle, same, with_sinks
+from tinyvllm.backends.cuda import attention_plan
 from tinyvllm.backends.cuda import plan as records
 from tinyvllm.backends.shapes import Attention
 from tinyvllm.quant.kv import KV_FORMATS
@@ -202,7 +203,7 @@ def test_sharing_changes_between_launches() -> None:
     """Scratch and counters are what the previous launch left, in which other sequences shared."""
     case = grouped(FOUR)
     want, B = decode(case), len(case.new)
-    kernel, floats, counts = records.attention_decode("sm_90", B, told(case), GPU, cascade=True)
+    kernel, floats, counts = attention_plan.attention_decode("sm_90", B, told(case), GPU, cascade=True)
     kernel = dataclasses.replace(kernel, grid=(6, 1, 1))
     out, partial, counters = aligned(want.shape, np.float32), aligned((floats,), np.float32), aligned((counts,), np.uint32, 0)
     for seed, shared_prefix_lens in enumerate((case.shared, [0] * B, [n // 32 * 16 for n in case.shared], case.shared)):
@@ -218,9 +219,9 @@ def test_occupancy_is_the_same_with_and_without_sharing(H: int, K: int, D: int) 
     gpu = records.GPU(132, 227 << 10, 228 << 10)
     for B, M in ((8, 512), (64, 512), (64, 8192), (256, 512)):
         told = Attention(H, K, D, 16, M, "BF16", "0.125f", 0)
-        (alone, floats, _), (shared, more, _) = (records.attention_decode("sm_80", B, told, gpu, cascade=c) for c in (False, True))
+        (alone, floats, _), (shared, more, _) = (attention_plan.attention_decode("sm_80", B, told, gpu, cascade=c) for c in (False, True))
         assert (alone.grid, alone.shared, alone.block) == (shared.grid, shared.shared, shared.block)
-        assert 0 < 4 * (more - floats) <= records.FOLLOWING and shared.integers[1] >= min(16, M // 16)
+        assert 0 < 4 * (more - floats) <= attention_plan.FOLLOWING and shared.integers[1] >= min(16, M // 16)
         assert alone.ins == 5 and shared.ins == 6 and "CASCADE" not in dict(alone.defines)
 
 
@@ -228,4 +229,6 @@ def test_no_cascade_where_nothing_could_be_shared() -> None:
     """One sequence; heads whose rows and sums fill the registers; too many sequences for the space of followers."""
     for B, H, D, M in ((1, 32, 64, 512), (64, 128, 128, 512), (64, 8, 256, 512), (256, 64, 128, 8192)):
         told = Attention(H, 8, D, 16, M, "BF16", "0.125f", 0)
-        assert records.attention_decode("sm_80", B, told, GPU, cascade=True) == records.attention_decode("sm_80", B, told, GPU)
+        assert attention_plan.attention_decode("sm_80", B, told, GPU, cascade=True) == attention_plan.attention_decode(
+            "sm_80", B, told, GPU
+        )

@@ -14,7 +14,7 @@ from tinygrad import Tensor
 
 from tinyvllm.backends import low_rank, recurrent
 from tinyvllm.backends.buffers import cache_format, constant, empty, integers, present, scratch
-from tinyvllm.backends.cuda import hopper_plan, plan
+from tinyvllm.backends.cuda import attention_plan, hopper_plan, plan
 from tinyvllm.backends.cuda.bandwidth import gpu_read_bandwidth
 from tinyvllm.backends.cuda.driver import CudaCopies, copies_of, counters, gpu_at, gpu_free_memory, gpu_of
 from tinyvllm.backends.cuda.experts import ExpertKernels
@@ -161,10 +161,11 @@ class CudaBackend(ExpertKernels, RankKernels, WithoutContextRanks):
     ) -> Tensor:  # fmt: skip
         T, H, D = (int(d) for d in q.shape)
         a = Attention.of(q, cache, scale, window, batch, cap, sinks)
-        kernel, partial, count = plan.attention_decode(variant, batch.num_decodes, a, gpu_at(q), batch.shared_prefix_lens is not None)
+        shares = batch.shared_prefix_lens is not None
+        kernel, partial, count = attention_plan.attention_decode(variant, batch.num_decodes, a, gpu_at(q), shares)
         partials = [empty(q, partial), counters(q, count)]
         ins = [q, cache.keys, batch.block_tables, batch.context_lens, batch.decodes, *present(sinks)]
-        ins += [batch.shared_prefix_lens] if batch.shared_prefix_lens is not None and dict(kernel.defines).get("CASCADE") else []
+        ins += present(batch.shared_prefix_lens) if dict(kernel.defines).get("CASCADE") else []
         return launch(kernel, [empty(q, T, H * D), *partials], ins)[0]
 
     def attention_prefill(
@@ -177,7 +178,7 @@ class CudaBackend(ExpertKernels, RankKernels, WithoutContextRanks):
         if hopper_plan.attends(variant, a):
             kernel = hopper_plan.attention_prefill(variant, rows, chunks, a)
         else:
-            kernel = plan.attention_prefill(plan.BASE, rows, chunks, a, gpu_at(q))
+            kernel = attention_plan.attention_prefill(plan.BASE, rows, chunks, a, gpu_at(q))
         # the values' alias: a tensor that two kernels read after a store is copied, the whole pool
         ins = [q, cache.values, batch.block_tables, batch.context_lens, batch.query_starts, *present(sinks), batch.chunks]
         return launch(kernel, [empty(q, T, H * D) if out is None else out], ins)[0]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tinyvllm.backends.cuda.attention_plan import prefill_blocks, prefill_shared
 from tinyvllm.backends.cuda.driver import gpu_of
-from tinyvllm.backends.cuda.plan import prefill_blocks, prefill_shared
 from tinyvllm.backends.limits import (
     Limits,
     ShapeFacts,
