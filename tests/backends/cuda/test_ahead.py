@@ -18,6 +18,7 @@ from tinyvllm.backends.cuda import attention_plan, compilers, launch, nvrtc, pla
 from tinyvllm.backends.cuda.call import CudaBackend
 from tinyvllm.backends.cuda.compilers import CompilerProcess
 from tinyvllm.backends.kernel import Kernel
+from tinyvllm.backends.shapes import Attention
 from tinyvllm.config.engine import DEFAULT_MODEL, EngineConfig
 from tinyvllm.errors import KernelError
 from tinyvllm.runner.prepare import decode_bucket
@@ -60,7 +61,7 @@ def test_a_text_serves_all_numbers_of_rows(monkeypatch):
 
 def test_a_long_context_changes_no_text_of_attention_with_the_batch():
     """The places that sequences read for others have are fewer in large batches: an argument."""
-    shape = plan.Attention(32, 8, 128, 16, 8192, "BF16", "0.1f", 0)
+    shape = Attention(32, 8, 128, 16, 8192, "BF16", "0.1f", 0)
     kernels = [attention_plan.attention_decode("sm_80", B, shape, H200, cascade=True)[0] for B in BUCKETS if B > 1]
     assert len({kernel.integers[1] for kernel in kernels}) > 3 and texts(kernels) == {"attention_decode": 1}
 
