@@ -21,6 +21,7 @@ WRONG: dict[str, tuple[str, str | Callable[[str], str]]] = {
     "norm_qkv_rope_store": ("EPS", "0.5f"),
     "kv_append": ("S", "8"),
     "attention_decode": ("SCALE", "0.5f"),
+    "attention_decode_team": ("SCALE", "0.5f"),
     "attention_prefill": ("SCALE", "0.5f"),
     "matmul": ("ACTIVATION", "1"),
     "matvec": ("ACTIVATION", "1"),

@@ -10,6 +10,7 @@ from tests.emulator.driver import cuda_device
 from tests.engine.test_packed_files import PRODUCTS, V, model_of, prompts_of  # noqa: F401  a fixture
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backends import registry
+from tinyvllm.backends.cuda.hopper_plan import HOPPER
 from tinyvllm.quant.formats import Layout, packed_in
 
 LENGTHS = (5, 19)  # of prompts: few rows, many rows
@@ -41,7 +42,7 @@ def test_greedy_tokens_are_the_cpus(driver, model_of, mix):  # noqa: F811
     together = tokens(path, "CUDA", [0, 1])
     products = [choice for choice in registry.choices("CUDA") if choice.stem in PRODUCTS and "load" not in choice.shape]
     assert {part for choice in products for part in choice.shape.split()[-1].split("+")} <= set(packed_in(Layout.TILES))
-    assert {choice.variant for choice in products} == {"sm_80"}
+    assert {choice.variant for choice in products} == {HOPPER}
     assert together == tokens(path, "CPU", [0, 1])
     assert tokens(path, "CUDA", [1]) == together[1:]
     assert [ids[:1] for ids in tokens(path, "CPU", [0, 1], dtype="float32")] == [ids[:1] for ids in together]

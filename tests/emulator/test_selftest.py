@@ -123,6 +123,17 @@ def test_wide_heads_of_a_small_gpu_pass(monkeypatch, cache):
             assert cases.wrong(case, cases.run(case, Site(backend, BASE["CUDA"], "CUDA")), selftest._answers()) is None
 
 
+@pytest.mark.parametrize("stem", ["attention_decode", "attention_decode_team"])
+def test_both_kernels_of_decode_are_tested(monkeypatch, stem):
+    """A few sequences, and more of them that share no blocks."""
+    case = Case("attention_decode", cache="F16", head_dim=64)
+    with cuda_device(seed=1):
+        plant(monkeypatch, {stem})
+        results = cases.run(case, Site(registry.BACKENDS["CUDA"], "sm_80", "CUDA"))
+    assert ["largest error" in (cases.wrong(case, [arrays], selftest._answers()) or "") for arrays in results] == {
+        "attention_decode": [True, False, True], "attention_decode_team": [False, True, False]}[stem]  # fmt: skip
+
+
 @pytest.mark.parametrize("stem, why", [("norm_head", "largest error"), ("norm_qkv_rope_store", "largest error")])
 def test_a_wrong_part_of_a_mixed_product_is_found(monkeypatch, stem, why):
     """v is a product of norm_head for few rows; the fused kernel has q and k."""
@@ -260,7 +271,7 @@ def test_an_engine_with_a_wrong_kernel_gives_the_tokens_of_the_right_one(monkeyp
     stems = {"attention_decode": "attention_decode"} | (
         {"attention_prefill": "attention_prefill"} if device == "CUDA" else {"matvec": "matmul"}
     )
-    plant(monkeypatch, set(stems), BASE[device])
+    plant(monkeypatch, {*stems, "attention_decode_team"}, BASE[device])
     assert tokens("off") != right
     assert tokens("on") == right
     ran = {choice.stem: choice for choice in registry.choices(device) if "load" not in choice.shape}

@@ -68,14 +68,19 @@ def queries(T: int, D: int) -> np.ndarray:
     return numbers(16, T, QUERY_HEADS, D)
 
 
+def _padded(numbers: tuple[int, ...], B: int) -> list[int]:
+    return [*numbers, *[0] * (B - len(numbers))]
+
+
 def attention_decode(site: Site, case: Case) -> list[Arrays]:
-    D, (B, count) = case.head_dim, FEW
-    q, cache = _placed(site, case, B, DECODES)
-    tables, results = _tables(case, np.concatenate([DECODES.tables, np.zeros_like(DECODES.tables[:1])])), []
-    for shared in (True, False)[: 1 + site.backend.reads_few_otherwise]:
+    D, (few, count), results = case.head_dim, FEW, []
+    for B, shared in ((few, True), (few, False), (2 * few, False))[: 3 if site.backend.reads_few_otherwise else 1]:
+        q, cache = _placed(site, case, B, DECODES)
+        tables = _tables(case, np.concatenate([DECODES.tables, np.zeros((B - count, DECODES.tables.shape[1]), np.int32)]))
         batch = empty_batch(
-            site, block_tables=site.place(tables), context_lens=site.int32(*DECODES.lengths, 0), decodes=site.int32(count),
-            num_decodes=B, num_blocks=tables.shape[1], shared_prefix_lens=site.int32(0, DECODES.shared, 0, 0) if shared else None,
+            site, block_tables=site.place(tables), context_lens=site.int32(*_padded(DECODES.lengths, B)), decodes=site.int32(count),
+            num_decodes=B, num_blocks=tables.shape[1],
+            shared_prefix_lens=site.int32(*_padded((0, DECODES.shared), B)) if shared else None,
         )  # fmt: skip
         out = realized(site.backend.attention_decode(site.variant, q, cache, D**-0.5, 0, batch, *_policies(site, case)))[0][:count]
         results.append({"out": _recorded_heads(case, out)})
