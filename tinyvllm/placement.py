@@ -47,6 +47,18 @@ class Placement:
         return self.device
 
 
+@dataclass(frozen=True)
+class CoreShare:
+    """This process, `index` of the `count` that share the cores of the CPU, and those that have the same weights, itself among them.
+
+    Processes whose kernels a GPU runs share cores, too, but each core is as good: `same_weights` is empty.
+    """
+
+    count: int = 1
+    index: int = 0
+    same_weights: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class RankGroup:
     """Ranks that divide matrices, or contexts, and the shared memory in which they meet, as its backend wants it: a tensor of bytes on the

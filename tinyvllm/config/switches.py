@@ -76,6 +76,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("TINYVLLM_AUTOTUNE", "0 to use every kernel's default work split, instead of timing candidates while idle", _parse_switch),
     Switch("TINYVLLM_SELFTEST", "off to start without the self-test of kernels, always to test at every start", _parse_selftest),
     Switch("TINYVLLM_THREADS", "threads of the CPU kernels; default the fast cores that affinity and quotas leave", parse_count),
+    Switch("TINYVLLM_BIND", "0 to let ranks and replicas on the CPU run on all memory nodes, instead of each on its own", _parse_switch),
     Switch("TINYVLLM_DEVICE", "the default device: auto, CPU, METAL, CUDA, CUDA:1, ..., or two: CUDA,CPU", parse_devices),
     Switch("TINYVLLM_API_KEY", "a key that `serve` requires and `chat --url` sends, out of the process list", lambda name, text: text),
 )

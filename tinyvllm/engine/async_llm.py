@@ -82,12 +82,14 @@ class AsyncLLM:
         if not config.starts_replicas:
             return start_engine(config, progress)
         from tinyvllm.engine.replica import Replicas
+        from tinyvllm.runner.device import unbound_cores
         from tinyvllm.runner.grid import replica_environments
 
         environments = replica_environments(config)
         engine = start_engine(config, progress)
         try:
-            self._replicas = Replicas(engine.config, engine.scheduler.pool.num_blocks, environments, thread.end_with)
+            with unbound_cores():
+                self._replicas = Replicas(engine.config, engine.scheduler.pool.num_blocks, environments, thread.end_with)
         except BaseException:
             engine.close()
             raise

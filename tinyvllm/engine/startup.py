@@ -47,7 +47,7 @@ def load_runner(config: EngineConfig, progress: Progress | None, opened: OpenedM
     from tinyvllm.runner.runner import Runner
 
     free, limit = free_together(config.memories)  # before the weights take some
-    share_cores(config.cpu_ranks)
+    share_cores(config.core_share())
     try:
         with DEVICE_LOCK:
             opened = opened or open_model(config, config.device)

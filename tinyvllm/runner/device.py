@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from tinyvllm.backends.cpu.compile import prepare_header
@@ -15,7 +15,7 @@ from tinyvllm.backends.cpu.toolchain import compiler_command, processor
 from tinyvllm.backends.cpu.variants import best_variant
 from tinyvllm.errors import ArgumentError, OutOfMemoryError
 from tinyvllm.host_memory import headroom, is_out_of_memory, require_start
-from tinyvllm.placement import Placement
+from tinyvllm.placement import CoreShare, Placement
 
 
 def choose_device(choice: str) -> str:
@@ -63,11 +63,18 @@ def prepare_compiler(choice: str) -> None:
         prepare_header(best_variant())
 
 
-def share_cores(ranks: int) -> None:
-    """Divide the cores among the ranks that an engine has on the CPU."""
+def share_cores(share: CoreShare) -> None:
+    """Take this process's part of the cores, and bind the calling thread to its memory nodes where there are several."""
     from tinyvllm.backends.cpu import threads
 
-    threads.share_cores(ranks)
+    threads.share_cores(share)
+
+
+def unbound_cores() -> AbstractContextManager[None]:
+    """Within it, processes that this thread starts may run on all cores, and take their own parts."""
+    from tinyvllm.backends.cpu.binding import unbound
+
+    return unbound()
 
 
 def start_device(choice: str, cache: Path) -> str:

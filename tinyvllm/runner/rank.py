@@ -24,7 +24,7 @@ from tinyvllm.config.values import expand_home
 from tinyvllm.distributed.memory import Layout, SharedMemory
 from tinyvllm.distributed.ranks import BEAT_SECONDS, DONE, REFUSED
 from tinyvllm.errors import FormatError, ModelError
-from tinyvllm.runner.device import start_device
+from tinyvllm.runner.device import share_cores, start_device
 
 PR_SET_PDEATHSIG = 1
 
@@ -35,8 +35,10 @@ def main(socket_fd: int, memory_fd: int) -> None:
     start = json.loads(link.makefile("rb").readline())
     memory = SharedMemory(Layout(**start["layout"]), memory_fd)
     memory.close_file()
-    config = EngineConfig(**start["config"]).of_rank(start["rank"])
+    whole = EngineConfig(**start["config"])
+    config = whole.of_rank(start["rank"])
     start_device(config.device, cache_folder())
+    share_cores(whole.core_share(start["rank"]))
     from tinyvllm.runner.opened import open_model
     from tinyvllm.runner.pipeline import RankStart
     from tinyvllm.runner.runner import Runner

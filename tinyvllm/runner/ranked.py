@@ -18,6 +18,7 @@ from tinyvllm.distributed.ranks import Ranks
 from tinyvllm.errors import ModelError
 from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.runner.adapters import AdapterPool, PreparedAdapter
+from tinyvllm.runner.device import unbound_cores
 from tinyvllm.runner.grid import rank_environments
 from tinyvllm.runner.kv import KVPool
 from tinyvllm.runner.opened import OpenedModel
@@ -53,7 +54,8 @@ class RankedSteps:
         # a GPU is waited for: it may wait for one of a rank that has ended, and then its results must not be used
         self._device, self._waits = config.device, config.on_gpus and config.tensor_parallel_size > 1
         self._adapters, self._placing = adapters, deque[tuple[int, PreparedAdapter]]()  # announced, and not placed in rank 0
-        self._ranks = Ranks(memory, start, num_threads_wanted(), rank_environments(config))
+        with unbound_cores():
+            self._ranks = Ranks(memory, start, num_threads_wanted(), rank_environments(config))
         self._passed = PassedMessages(self._ranks.receive, self._do)
         weakref.finalize(self, self._ranks.close)
 

@@ -11,6 +11,7 @@ import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 
 from tinyvllm.backends import autotune
+from tinyvllm.backends.cpu.binding import release
 from tinyvllm.bridge import (
     Captured,
     CapturedCall,
@@ -83,8 +84,9 @@ class Runner(LoadedModel):
         self.ranks = start_ranks(config, opened, self.pool, self.adapters)
 
     def close(self) -> None:
-        """End the other ranks, and note what a later start finds."""
+        """End the other ranks, note what a later start finds, and let the thread run where it ran before."""
         self._kernels.close()
+        release()
         if self.ranks is not None:
             self.ranks.close()
 

@@ -22,6 +22,7 @@ from tinyvllm.backends.cpu.toolchain import provide_compiler
 from tinyvllm.backends.source import kernels_folder
 from tinyvllm.config.switches import cache_folder
 from tinyvllm.errors import ArgumentError, OutOfMemoryError
+from tinyvllm.placement import CoreShare
 
 # One kernel of each kind. All work on x [n] int64; `log` counts its calls and takes the order in which they came.
 SOURCE = """
@@ -322,6 +323,7 @@ print(os.waitstatus_to_exitcode(status))
 
 
 def test_the_number_of_threads(monkeypatch):
+    monkeypatch.setattr(module, "_share", [CoreShare()])
     monkeypatch.setenv("TINYVLLM_THREADS", "5")
     assert module.num_threads_wanted() == 5
     monkeypatch.delenv("TINYVLLM_THREADS")
@@ -333,10 +335,11 @@ def test_the_number_of_threads(monkeypatch):
 
 def test_the_number_of_threads_in_words(monkeypatch):
     monkeypatch.delenv("TINYVLLM_THREADS", raising=False)
+    monkeypatch.setattr(module, "_share", [CoreShare()])
     monkeypatch.setattr(module, "cores", lambda: Cores(16, 8, 8, quota=6.5))
     counts = "8 physical cores, 16 hardware threads, the control group's quota is 6.5 cores"
     assert module.threads_in_words() == f"6 threads ({counts})"
-    monkeypatch.setattr(module, "_ranks", [2])
+    monkeypatch.setattr(module, "_share", [CoreShare(2)])
     assert module.threads_in_words() == f"3 threads ({counts}, shared by 2 ranks)"
     monkeypatch.setenv("TINYVLLM_THREADS", "5")
     assert module.threads_in_words() == f"5 threads (TINYVLLM_THREADS; {counts})"

@@ -109,14 +109,13 @@ def _capacities(sysfs: Path, allowed: list[int]) -> dict[int, float]:
     return {cpu: 0.5 if cpu in efficient else 1.0 for cpu in allowed}
 
 
-def memory_nodes(sysfs: Path, allowed: list[int]) -> tuple[int, ...]:
-    """The numbers of the memory nodes that these processors belong to; none where the system does not say."""
+def memory_nodes(sysfs: Path, allowed: Iterable[int]) -> dict[int, list[int]]:
+    """Which of these processors belong to each memory node, by its number; none where the system does not say."""
     places = {
         int(place.name[4:]): place for place in (sysfs / "devices" / "system" / "node").glob("node[0-9]*") if place.name[4:].isdecimal()
     }
-    return tuple(
-        sorted(node for node, place in places.items() if node < MAX_NODES and not _listed(_text(place / "cpulist")).isdisjoint(allowed))
-    )
+    found = {node: sorted(_listed(_text(places[node] / "cpulist")) & {*allowed}) for node in sorted(places) if node < MAX_NODES}
+    return {node: cpus for node, cpus in found.items() if cpus}
 
 
 def _of_apple() -> Cores:

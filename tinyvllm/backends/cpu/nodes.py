@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tinyvllm.backends.cpu.binding import bound
 from tinyvllm.backends.cpu.cores import MAX_NODES, memory_nodes
 
 log = logging.getLogger("tinyvllm")
@@ -28,12 +29,14 @@ _SYSCALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
 
 @contextlib.contextmanager
 def over_memory_nodes(sysfs: Path = Path("/sys")) -> Iterator[None]:
-    """Within it, this thread and the threads it starts take new pages in turn from the memory nodes of this process's cores.
+    """Within it, this thread and the threads it starts take new pages in turn from the memory nodes of this process's cores, or of all
+    processes that map the same weights (binding.py).
 
     Pages of files that the thread reads first count, pages that are in memory stay. Nothing happens on one node, on a system that has
     no such policies, and where the process already has one (numactl).
     """
-    nodes = memory_nodes(sysfs, sorted(os.sched_getaffinity(0))) if sys.platform == "linux" else ()
+    binding = bound()
+    nodes = binding.weights if binding else [*memory_nodes(sysfs, os.sched_getaffinity(0))] if sys.platform == "linux" else ()
     if len(nodes) < 2 or not _spread(nodes):
         yield
         return

@@ -17,11 +17,13 @@ import time
 
 import numpy as np
 
+from tinyvllm.backends.cpu.binding import bind, bound
 from tinyvllm.backends.cpu.compile import function_code
-from tinyvllm.backends.cpu.cores import cores
+from tinyvllm.backends.cpu.cores import Cores, cores
 from tinyvllm.bridge import code_address, load_program
 from tinyvllm.config.switches import environment
 from tinyvllm.errors import OutOfMemoryError
+from tinyvllm.placement import CoreShare
 
 TEAM, CORES, ALONE = range(3)  # kinds of kernels in a list, as in kernels/cpu/thread_pool.c
 MAX_ARGUMENTS = 64  # of a kernel, including its team
@@ -120,23 +122,32 @@ def thread_pool() -> ThreadPool:
 
 
 def num_threads_wanted() -> int:
-    """TINYVLLM_THREADS, or what the cores of this process allow (cores.py), divided among the ranks of an engine."""
-    return environment(os.environ).get("TINYVLLM_THREADS") or max(1, cores().threads // _ranks[-1])
+    """TINYVLLM_THREADS, or what the cores of this process allow (cores.py), divided among the processes that share them."""
+    return environment(os.environ).get("TINYVLLM_THREADS") or max(1, _cores().threads // _share[-1].count)
 
 
 def threads_in_words() -> str:
     """How many threads the kernels have, and why: "2 threads (4 physical cores, the control group's quota is 2.5 cores)"."""
-    named = environment(os.environ).get("TINYVLLM_THREADS")
-    shared = f", shared by {_ranks[-1]} ranks" if _ranks[-1] > 1 else ""
+    named, binding, ranks = environment(os.environ).get("TINYVLLM_THREADS"), bound(), _share[-1].count
+    parts = [str(_cores()), *([f"shared by {ranks} ranks"] if ranks > 1 and not named else [])]
+    if binding:
+        parts.append(f"bound to memory node{'s' * (len(binding.nodes) > 1)} {' and '.join(map(str, binding.nodes))}")
     count = num_threads_wanted()
-    return f"{count} thread{'s' * (count > 1)} ({'TINYVLLM_THREADS; ' if named else ''}{cores()}{'' if named else shared})"
+    return f"{count} thread{'s' * (count > 1)} ({'TINYVLLM_THREADS; ' if named else ''}{', '.join(parts)})"
 
 
-_ranks = [1]
+def _cores() -> Cores:
+    """Those of all processes that share them: a bound one has only some."""
+    binding = bound()
+    return cores() if binding is None else cores(allowed=binding.before)
 
 
-def share_cores(ranks: int) -> None:
-    """From now on each of `ranks` processes has its part of the cores. Nothing may run."""
-    if ranks != _ranks[-1]:
-        _ranks.append(ranks)
+_share = [CoreShare()]
+
+
+def share_cores(share: CoreShare) -> None:
+    """Take this process's part of the cores, and bind the calling thread, which runs its kernels. Nothing may run."""
+    bind(share)
+    if share != _share[-1]:
+        _share.append(share)
         thread_pool.cache_clear()
