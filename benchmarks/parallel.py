@@ -1,10 +1,13 @@
 """One model in several processes against one process with as many threads, in turn; and what the ranks' sums take by themselves.
 
     python -m benchmarks.parallel --shape tinyllama-1.1b --ways tensor,pipeline,context --ranks 2
+    python -m benchmarks.parallel --device CUDA --shape llama-3.1-8b --ways tensor,host,pipeline      # on several GPUs
 
 A contestant is an engine in a process of its own (benchmarks.compare.play_tinyvllm), whose ranks share the machine's threads. `decode` is
 one sequence, `batch` are eight, `prefill` is a prompt of 512 tokens. `all_reduce` is the kernel by itself for one row of 2,048 numbers,
 bias and residual: two ranks of one thread, which meet for every call, so that none waits for another's products.
+
+On GPUs the one process has one GPU, and `host` are tensor-parallel ranks that meet in the host's memory; `all_reduce` is of the CPU.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from tinyvllm.placement import Placement
 from tinyvllm.weights.mapping import allocate
 
 OPTIONS = {"tensor": "tensor_parallel_size", "pipeline": "pipeline_parallel_size", "context": "context_parallel_size"}
+OPTIONS["host"] = OPTIONS["tensor"]
 ALONE = "one process"
 TESTS = {"decode": 1, "batch": 8, "prefill": 1}  # sequences
 CALLS = 20_000  # of all_reduce in a round
@@ -43,14 +47,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="one model in several processes against one")
     parser.add_argument("--shape", choices=SHAPES, default="tinyllama-1.1b")
     parser.add_argument("--format", default="BF16", help="BF16 or a GGUF format")
-    parser.add_argument("--ways", default="tensor,pipeline,context")
+    parser.add_argument("--device", choices=("CPU", "CUDA"), default="CPU")
+    parser.add_argument("--ways", help="default tensor,pipeline,context; on CUDA tensor,host,pipeline")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--context", type=int, default=16, help="tokens of the sequences that decode")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where checkpoints are kept; a temporary folder otherwise")
     options = parser.parse_args()
-    all_reduce(options.rounds)
+    options.ways = options.ways or ("tensor,pipeline,context" if options.device == "CPU" else "tensor,host,pipeline")
+    if options.device == "CPU":
+        all_reduce(options.rounds)
     with ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -107,8 +114,9 @@ def load(options: argparse.Namespace, way: str | None, folder: Path, logs: Path)
     model = checkpoint(options.shape, "folder" if options.format == "BF16" else options.format, folder)
     length = max(1024, options.prompt + 512, options.context + 1024)
     limits = {"threads": threads_of_machine(), "batch": max(TESTS.values()), "length": length, "chunk": 512}
-    engine = {} if way is None else {OPTIONS[way]: options.ranks}
-    one = start(way or ALONE, "play_tinyvllm", sys.executable, model, limits, logs / f"{way}.log", engine)
+    engine = {"device": options.device} | ({} if way is None else {OPTIONS[way]: options.ranks})
+    switches = {"TINYVLLM_PEER_ACCESS": "0"} if way == "host" else {}
+    one = start(way or ALONE, "play_tinyvllm", sys.executable, model, limits, logs / f"{way}.log", engine, switches)
     print(f"{one.name}: {one.missing or f'loaded in {one.load_seconds:.1f} s'}", file=sys.stderr)
     return one
 
@@ -142,8 +150,9 @@ def report(
     print(f"\n{options.shape} {options.format} {test}, {options.ranks} ranks, {bandwidth / 1e9:.1f} GB/s")
     print(table(["", "tok/s", "low", "high", "of one process"], rows), flush=True)
     record("parallel", {
-        "shape": options.shape, "format": options.format, "test": test, "ranks": options.ranks, "sequences": TESTS[test],
-        "context": options.context, "prompt": options.prompt if test == "prefill" else None, "read_GBps": round(bandwidth / 1e9, 1),
+        "shape": options.shape, "format": options.format, "device": options.device, "test": test, "ranks": options.ranks,
+        "sequences": TESTS[test], "context": options.context, "prompt": options.prompt if test == "prefill" else None,
+        "read_GBps": round(bandwidth / 1e9, 1),
         "tok_s": rates, "of_one": {name: round(rate["rate"] / alone, 3) for name, rate in rates.items()} if alone else {},
         "missing": {one.name: one.missing or one.notes[test] for one in contestants if one.missing or test in one.notes},
     }, spreads.values())  # fmt: skip

@@ -58,12 +58,22 @@ class Contestant:
 
 
 def start(
-    name: str, player: str, python: str, model: Path, limits: dict[str, int], log: Path, engine: dict[str, int] | None = None
+    name: str,
+    player: str,
+    python: str,
+    model: Path,
+    limits: dict[str, int],
+    log: Path,
+    engine: dict[str, Any] | None = None,
+    switches: dict[str, str] | None = None,
 ) -> Contestant:
-    """A contestant with its model loaded, or one that says what is missing. Its output is in `log`; `engine` are options of tinyvllm's."""
+    """A contestant with its model loaded, or one that says what is missing. Its output is in `log`; `engine` are options of tinyvllm's,
+    `switches` variables of its environment.
+    """
     command = [python, "-m", f"benchmarks.compare.{player}", str(model), *(w for k, v in limits.items() for w in (f"--{k}", str(v)))]
     command += ["--engine", json.dumps(engine)] if engine else []
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(limits["threads"]), "TOKENIZERS_PARALLELISM": "false"}
+    environment |= switches or {}
     with open(log, "w") as errors:
         try:
             process = subprocess.Popen(

@@ -1,8 +1,9 @@
 // out = the sum of all ranks' parts + bias + residual: the end of a product whose columns are divided among WORLD ranks
 //
 //   out       [T, O] float32   does not alias part
-//   shared    meeting.cuh: the memory of all ranks; this one writes its part into its place
 //   turns     [2] uint32       meeting.cuh
+//   site0...  meeting.cuh: the sites of all ranks; this one writes its part into its own
+//   shared    [1] uint32       meeting.cuh
 //   part      [T, O] float32   this rank's columns of the product
 //   bias      [O] float32, if BIAS; with BIAS_PITCH = O [T, O], a row's own (lora_bias.cu)
 //   residual  [T, O] float32, if RESIDUAL
@@ -20,11 +21,11 @@ static_assert(O % 4 == 0, "all_reduce: O must be a multiple of 4");
 
 #include "addends.cuh"
 
-DEVICE float4 sum_of_ranks(const float4 *places, int at, float4 own);
+DEVICE float4 sum_of_ranks(u8 *const (&sites)[WORLD], u32 turn, int at, float4 own);
 DEVICE float4 sum(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    all_reduce(float *out, u8 *shared, u32 *turns, const float *part, BIAS_ARGUMENT RESIDUAL_ARGUMENT const int *rows) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce(float *out, u32 *turns, SITE_ARGUMENTS const u32 *shared,
+                                                                    const float *part, BIAS_ARGUMENT RESIDUAL_ARGUMENT const int *rows) {
   await_previous();
 #if !BIAS
   const float *bias = nullptr;
@@ -32,18 +33,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #if !RESIDUAL
   const float *residual = nullptr;
 #endif
+  u8 *const sites[WORLD] = SITES;
   const u32 turn = turns[0];
   const int count = rows[0] * (O / 4), first = blockIdx.x * THREADS + threadIdx.x, step = gridDim.x * THREADS;
   const int rounds = (count + ROOM - 1) / ROOM;
   const float4 *own = (const float4 *)part;
   for (int round = 0; round < rounds; round++) {
     const int start = round * ROOM, size = min(ROOM, count - start);
-    float4 *places = places_of(shared, turn + round);
-    for (int i = first; i < size; i += step) places[(u64)RANK * ROOM + i] = own[start + i];
-    meet(shared, turn + round);
+    float4 *place = place_of(sites[RANK], turn + round);
+    for (int i = first; i < size; i += step) place[i] = own[start + i];
+    meet(sites, shared, turn + round);
     for (int i = first; i < size; i += step) {
       const int at = start + i, column = at % (O / 4);
-      float4 y = sum_of_ranks(places, i, own[at]);
+      float4 y = sum_of_ranks(sites, turn + round, i, own[at]);
       if (BIAS) y = sum(y, ((const float4 *)bias)[BIAS_PITCH ? at : column]);
       if (RESIDUAL) y = sum(y, ((const float4 *)residual)[at]);
       ((float4 *)out)[at] = y;
@@ -53,10 +55,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 // Four numbers of all ranks; this one's are `own`.
-DEVICE float4 sum_of_ranks(const float4 *places, int at, float4 own) {
+DEVICE float4 sum_of_ranks(u8 *const (&sites)[WORLD], u32 turn, int at, float4 own) {
   float4 sums[WORLD];
 #pragma unroll
-  for (int r = 0; r < WORLD; r++) sums[r] = r == RANK ? own : load_fresh(places + (u64)r * ROOM + at);
+  for (int r = 0; r < WORLD; r++) sums[r] = r == RANK ? own : load_fresh(place_of(sites[r], turn) + at);
 #pragma unroll
   for (int apart = 1; apart < WORLD; apart *= 2)
 #pragma unroll

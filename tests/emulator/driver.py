@@ -12,6 +12,7 @@ import ctypes
 import gc
 import itertools
 import math
+import mmap
 import os
 import random
 import re
@@ -30,9 +31,10 @@ from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernel_text
 from tinyvllm.bridge.programs import DiskTable
 
-INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, INVALID_HANDLE, NOT_FOUND, NOT_READY = 1, 2, 201, 400, 500, 600
+INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, NO_PEER, INVALID_HANDLE, NOT_FOUND, NOT_READY = 1, 2, 201, 217, 400, 500, 600
 ERRORS = {
-    1: "invalid argument", 2: "out of memory", 201: "invalid device context", 400: "invalid resource handle", 500: "not found",
+    1: "invalid argument", 2: "out of memory", 201: "invalid device context", 217: "peer access is not supported",
+    400: "invalid resource handle", 500: "not found",
     200: "device kernel image is invalid", 209: "no kernel image is available for execution on the device",
     719: "unspecified launch failure",
 }  # fmt: skip
@@ -83,23 +85,26 @@ class Driver:
     nothing: memory is zero where the host has not written. That needs no C compiler.
 
     An `eager` driver runs work as it is issued, as a rank needs that waits for nothing: others wait for it. `gpus`: how many there are to
-    count; the others are those of other processes.
+    count; the others are those of other processes. `peers`: whether this GPU maps their memory: "lost" maps something else, as machines do
+    where peer access seems to work.
     """
 
     _numbers = itertools.count(0x1000, 16)  # handles; unique across drivers
 
     def __init__(self, seed: int = 0, capacity: int = 1 << 30, capability: tuple[int, int] = (9, 0), multiprocessors: int = 4,
-                 races: bool = True, executes: bool = True, eager: bool = False, gpus: int = 1):  # fmt: skip
+                 races: bool = True, executes: bool = True, eager: bool = False, gpus: int = 1, peers: str = "reached"):  # fmt: skip
         self.counts: Counter[str] = Counter()
         self.launched: list[str] = []
         self.fail_once: str | None = None
         self.uploaded = self.peak = 0
         self.device: dict[int, np.ndarray] = {}  # device memory by address
         self.pinned: dict[int, np.ndarray] = {}
+        self.imported: dict[int, np.ndarray] = {}  # memory of other GPUs
         self._random, self._seed, self._capacity, self._capability = random.Random(seed), seed, capacity, capability
-        self._races, self._executes, self._eager, self._gpus = races, executes, eager, gpus
+        self._races, self._executes, self._eager, self._gpus, self._peers = races, executes, eager, gpus, peers
         self._attributes = {MULTIPROCESSORS: multiprocessors, MULTIPROCESSOR_SHARED: MAX_SHARED_BYTES + 1024, MAX_SHARED: MAX_SHARED_BYTES}
         self._handles: dict[int, Any] = {}
+        self._shared: dict[int, int] = {}  # files of allocations that other processes may map
         self._stream: list[tuple[int, Callable[[], None]]] = []
         self._issued = self._done = 0
         self._lock, self._thread = threading.RLock(), threading.local()
@@ -216,7 +221,7 @@ class Driver:
             return INVALID_VALUE
         if size > self.free():
             return OUT_OF_MEMORY
-        put(out, self._allocate(self.device, size, 256))
+        put(out, self._allocate(self.device, size, 256 if size % 4096 else 4096))
         self.peak = max(self.peak, self._capacity - self.free())
         return 0
 
@@ -249,18 +254,56 @@ class Driver:
 
     def _cuMemFree_v2(self, address: Any) -> int:
         self.idle()
+        if (file := self._shared.pop(number(address), None)) is not None:
+            os.close(file)
         return 0 if self.device.pop(number(address), None) is not None else INVALID_VALUE
 
     def _cuMemFreeHost(self, address: Any) -> int:
         self.idle()
         return 0 if self.pinned.pop(number(address), None) is not None else INVALID_VALUE
 
+    # --- memory of other processes: a handle is the number of a process and that of its file with the allocation's pages
+
+    def _cuIpcGetMemHandle(self, out: Any, address: Any) -> int:
+        start = number(address)
+        if start not in self.device:
+            return INVALID_VALUE
+        size = self.device[start].nbytes
+        assert size % 4096 == 0, "the emulator shares whole pages"
+        if start not in self._shared:
+            file = os.memfd_create("tinyvllm-test-gpu")
+            os.ftruncate(file, size)
+            os.pwrite(file, self.device[start].data, 0)
+            self._shared[start] = file
+            fixed = _mmap(start, size, 3, 0x11, file, 0)  # PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED: the same address
+            assert fixed == start
+        handle = np.array([os.getpid(), self._shared[start], size, *[0] * 5], np.int64)
+        ctypes.memmove(ctypes.addressof(out._obj), handle.ctypes.data, handle.nbytes)
+        return 0
+
+    def _cuIpcOpenMemHandle_v2(self, out: Any, handle: Any, flags: int) -> int:
+        if self._peers == "none" or flags != 1:
+            return NO_PEER
+        pid, file, size = np.frombuffer(ctypes.string_at(ctypes.addressof(handle), 64), np.int64)[:3].tolist()
+        try:
+            with open(f"/proc/{pid}/fd/{file}", "r+b") as pages:
+                memory = np.frombuffer(mmap.mmap(-1 if self._peers == "lost" else pages.fileno(), size), np.uint8)
+        except OSError:
+            return INVALID_VALUE
+        self.imported[memory.ctypes.data] = memory
+        put(out, memory.ctypes.data)
+        return 0
+
+    def _cuIpcCloseMemHandle(self, address: Any) -> int:
+        self.idle()
+        return 0 if self.imported.pop(number(address), None) is not None else INVALID_VALUE
+
     def _within(self, where: dict[int, np.ndarray], address: int, size: int) -> bool:
         return any(start <= address and address + size <= start + memory.nbytes for start, memory in where.items())
 
     def _reachable(self, address: int, size: int) -> bool:
         """Whether the device can access it: pinned memory has one address for host and device."""
-        return self._within(self.device, address, size) or self._within(self.pinned, address, size)
+        return any(self._within(where, address, size) for where in (self.device, self.pinned, self.imported))
 
     def _cuMemcpyHtoDAsync_v2(self, to: Any, source: Any, size: int, stream: Any) -> int:
         to, source = number(to), number(source)
@@ -387,7 +430,7 @@ class Driver:
         """The allocations that the pointers point into: all the memory that a kernel may access."""
         allocations: dict[int, Memory] = {}
         for i, address in enumerate(addresses):
-            for start, memory in (*self.device.items(), *self.pinned.items()):
+            for start, memory in (*self.device.items(), *self.pinned.items(), *self.imported.items()):
                 if start <= address < start + memory.nbytes:
                     name = allocations[start].name if start in allocations else "argument"
                     allocations[start] = Memory(start, memory.nbytes, f"{name} {i}")
@@ -460,6 +503,10 @@ class Driver:
             self._execute(left.pop(node))
 
 
+_mmap = ctypes.CDLL(None).mmap
+_mmap.restype, _mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+
+
 # --- arguments passed by ctypes
 
 
@@ -490,7 +537,7 @@ def integers_of(text: str, name: str) -> int | None:
 
 def meets_others(text: str) -> bool:
     """Whether blocks of the kernel wait for those of other processes, so that all of them must run at a time."""
-    return "struct Meeting" in text
+    return "struct Site" in text
 
 
 def without_last_block(text: str, name: str) -> str:

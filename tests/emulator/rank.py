@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.emulator.driver import Driver, cuda_device
 
 ROOT = Path(__file__).parents[2]
+PEERS = "RANKS_OF_TESTS_REACH"  # in the environment of ranks: `peers` of their drivers
 
 
 @contextlib.contextmanager
@@ -35,5 +36,5 @@ def on_gpus(count: int, **options: object) -> Iterator[Driver]:
 if __name__ == "__main__":
     from tinyvllm.runner.rank import main
 
-    with cuda_device(eager=True, races=False):
+    with cuda_device(eager=True, races=False, peers=os.environ.get(PEERS, "reached")):
         main(int(sys.argv[1]), int(sys.argv[2]))

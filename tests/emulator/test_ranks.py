@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 from tinygrad.helpers import USE_TC
 
 from tests.emulator.driver import Driver
-from tests.emulator.rank import on_gpus
+from tests.emulator.rank import PEERS, on_gpus
 from tests.engine.test_tensor_parallel import EXPERTS, GOLDEN, alive, run_on, start
 from tests.tiny.adapters import write_adapter
 from tests.tiny.wide import with_wide_experts
@@ -61,6 +62,38 @@ def test_greedy_tokens_are_those_of_one_gpu(name: str, expected: list[list[int]]
     assert ("gather_logits" in ran) == divides and "norm_head" in ran
 
 
+def test_gpus_meet_in_each_others_memory(driver: Driver) -> None:
+    """Each has memory of its own there and maps the other's, and only the page with the word that ends all waiting is the host's."""
+    gc.collect()  # engines of other tests
+    before, opened = {*driver.pinned}, driver.counts["cuIpcOpenMemHandle_v2"]
+    with LLM(MODEL, device="CUDA", tensor_parallel_size=2, **OPTIONS) as llm:
+        tokens(llm, TEXTS[:1])
+        assert driver.counts["cuIpcOpenMemHandle_v2"] == opened + 1 and len(driver.imported) == len(driver._shared) == 1
+        assert 4096 in [driver.pinned[start].nbytes for start in {*driver.pinned} - before]
+    del llm
+    gc.collect()
+    assert not driver.imported and not driver._shared, "what is mapped is let go of with the engine"
+
+
+@pytest.mark.parametrize("why", ["none", "lost", "lost by one", pytest.param("switched off", marks=pytest.mark.long)])
+def test_gpus_that_do_not_reach_each_other_meet_in_the_hosts_memory(
+    why: str, expected: list[list[int]], driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them, also where one alone finds that numbers do not arrive."""
+    if why == "switched off":
+        monkeypatch.setenv("TINYVLLM_PEER_ACCESS", "0")
+    else:
+        monkeypatch.setenv(PEERS, why.split()[0])
+        monkeypatch.setattr(driver, "_peers", "reached" if why == "lost by one" else why)
+    gc.collect()
+    before = {*driver.pinned}
+    with LLM(MODEL, device="CUDA", tensor_parallel_size=2, **OPTIONS) as llm:
+        assert tokens(llm) == expected
+        assert not driver.imported and not driver._shared
+        whole = llm.engine.runner.ranks._memory.layout.tensor_bytes
+        assert whole in [driver.pinned[start].nbytes for start in {*driver.pinned} - before]
+
+
 @pytest.mark.long
 def test_tensor_and_pipeline_parallel_together(expected: list[list[int]], driver: Driver) -> None:
     with LLM(MODEL, device="CUDA", tensor_parallel_size=2, pipeline_parallel_size=2, **OPTIONS) as llm:
@@ -87,6 +120,7 @@ def test_a_gpu_whose_rank_is_killed_is_not_waited_for(driver: Driver) -> None:
 def test_the_fullest_gpu_decides_the_blocks(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of what its weights leave; the plan says the same."""
     options: dict[str, Any] = {**OPTIONS, "num_blocks": None, "max_num_seqs": 64, "max_model_len": 512}
+    gc.collect()  # what engines of other tests hold must not become free meanwhile
     monkeypatch.setattr(driver, "_capacity", driver._capacity - driver.free() + (12 << 20))
     for name in ("tensor", "pipeline"):
         config = resolve(MODEL, device="CUDA", **options, **{f"{name}_parallel_size": 2})

@@ -21,6 +21,11 @@ def collecting_kernels() -> Iterator[list[Kernel]]:
         _collected.pop()
 
 
+def collecting() -> bool:
+    """Whether kernels are only noted now."""
+    return bool(_collected)
+
+
 def collects(kernel: Kernel) -> bool:
     """Whether the kernel was noted and must not be launched."""
     if _collected:

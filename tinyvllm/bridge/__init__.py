@@ -75,7 +75,19 @@ from tinyvllm.bridge.programs import enable_program_cache
 from tinyvllm.bridge.recording import Recorded
 from tinyvllm.bridge.renderer import emulate_half_without_f16c, render_bfloat16_as_bits
 from tinyvllm.bridge.scatter import scatter_add, store_kv, store_latents, store_packed_kv, store_states
-from tinyvllm.bridge.tensors import alias, byte_spans, copied, device_buffer, empty, forget_zeros, mapped, over_host, shared_zeros, spans
+from tinyvllm.bridge.tensors import (
+    alias,
+    byte_spans,
+    copied,
+    device_buffer,
+    empty,
+    forget_zeros,
+    mapped,
+    over_address,
+    over_host,
+    shared_zeros,
+    spans,
+)
 from tinyvllm.bridge.timing import TimedProgram
 from tinyvllm.bridge.waiting import synchronize
 
@@ -90,7 +102,7 @@ __all__ = [
     "forbid_tensor_cores", "forget_zeros", "from_objc_string", "has_graph", "host_address", "install_hooks", "kernel_timer",
     "launch_program",
     "load_object", "load_program", "mapped", "metal_bindings", "metal_buffer_over", "name_process_tensor", "opaque_memory", "opened_device",
-    "over_host",
+    "over_address", "over_host",
     "peek", "prefer_device", "profiling", "raise_memory_errors", "read_async", "recover_device", "release_deferred", "remove_hooks",
     "render_bfloat16_as_bits", "repeat", "replace_copy_in", "resident", "run_program", "scatter_add", "share_programs", "shared_zeros",
     "spans", "start_timing", "stop_timing", "store_kv", "store_latents", "store_packed_kv", "store_states", "synchronize",

@@ -158,9 +158,14 @@ def over_host(address: int, device: str, array: np.ndarray, release: Callable[[]
     """uint8 [N] over the bytes of `array`, memory of the host that the device has at `address`; `release` is called once tinygrad has let
     go of it, and before the array is.
     """
-    buffer = Buffer(device, array.nbytes, dtypes.uint8, options=BufferSpec(external_ptr=address)).allocate(external_ptr=address)
-    weakref.finalize(buffer, _release, release, array).atexit = False
-    return over(buffer, 0, (array.nbytes,), dtypes.uint8)
+    return over_address(address, array.nbytes, device, functools.partial(_release, release, array))
+
+
+def over_address(address: int, nbytes: int, device: str, release: Callable[[], None]) -> Tensor:
+    """uint8 [nbytes] over memory that the device has at `address`; `release` is called once tinygrad has let go of it."""
+    buffer = Buffer(device, nbytes, dtypes.uint8, options=BufferSpec(external_ptr=address)).allocate(external_ptr=address)
+    weakref.finalize(buffer, release).atexit = False
+    return over(buffer, 0, (nbytes,), dtypes.uint8)
 
 
 # Imported pieces of mappings, by device and address: one buffer serves all arrays of a piece, as a launch names each buffer that it uses.

@@ -67,6 +67,7 @@ SWITCHES: tuple[Switch, ...] = (
         "1 to let ranks share GPUs where there are fewer than ranks: for tests, as they wait for each other",
         _parse_switch,
     ),
+    Switch("TINYVLLM_PEER_ACCESS", "0 to let GPUs that share a model meet in memory of the host, not in each other's", _parse_switch),
     Switch("TINYVLLM_KEEP_PANELS", "0 to pack weights at every start instead of keeping them packed in the cache folder", _parse_switch),
     Switch(
         "TINYVLLM_KEEP_STEPS",

@@ -21,6 +21,7 @@ from tinyvllm.runner.prepare import power_bucket
 
 ATTENTION_PLACE = 1 << 20  # 4 MiB: more would leave the caches between two ranks
 CUDA_PLACE = 1 << 22  # 16 MiB: what GPUs exchange at a time
+CUDA_WORDS = 256  # float32, a half of what a rank's site has before its two places (kernels/cuda/include/meeting.cuh)
 _LANES = 16  # float32 that kernels copy at once
 
 
@@ -71,7 +72,7 @@ def shared_layout(config: EngineConfig, model: ModelConfig) -> Layout:
     width = ceil_div(config.max_model_len or model.max_context, config.block_size)
     sums, logits = max(rows, model.num_experts_per_tok) * max(model.dim, hidden), rows * model.vocab_size
     if kind_of(config.device) == "CUDA":  # a place at a time, with as many logits as fit; all of it is locked in memory
-        sums, logits = max(min(sums, CUDA_PLACE), round_up(model.vocab_size, 16)), 0
+        sums, logits = max(min(sums, CUDA_PLACE), round_up(model.vocab_size, 16)) + CUDA_WORDS, 0
     results = max(_attention_place(model, tensor, width, rows), ceil_div(rows, context) * model.dim)
     stream, inputs = rows * model.dim if stages > 1 else 0, rows * (width + 12) + 1024
     return Layout(tensor, context, stages, sums, results, logits, stream, inputs)

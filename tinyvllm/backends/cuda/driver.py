@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from tinygrad import Tensor
 
 from tinyvllm.backends.cuda.copies import Arrival, Copies, Mark
 from tinyvllm.backends.cuda.plan import GPU
-from tinyvllm.bridge import cuda_driver, opened_device, over_host, shared_zeros, synchronize
+from tinyvllm.bridge import cuda_driver, opened_device, over_address, shared_zeros, synchronize
 from tinyvllm.errors import KernelError
 from tinyvllm.placement import Placement
 
@@ -90,8 +91,10 @@ def gpu_free_memory(device: str) -> int:
     return free.value
 
 
-def register_host_memory(device: str, memory: np.ndarray) -> Tensor:
-    """uint8 [N]: the whole pages `memory` of the host, which the GPU then reads and writes where they are. KernelError if it cannot."""
+def register_host_memory(device: str, memory: np.ndarray, parts: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """uint8 of each part, first byte and size, of the whole pages `memory` of the host, which the GPU then reads and writes where they are,
+    as long as there is the first of them. KernelError if it cannot.
+    """
     cuda, address, nbytes, found = cuda_driver(), memory.ctypes.data, memory.nbytes, ctypes.c_uint64()
     synchronize(device)  # makes the device this thread's current one
     status = cuda.cuMemHostRegister_v2(ctypes.c_void_p(address), nbytes, _PORTABLE | _DEVICE_MAP)
@@ -101,9 +104,16 @@ def register_host_memory(device: str, memory: np.ndarray) -> Tensor:
             f"CUDA: {nbytes >> 20} MiB of the host's memory, where ranks meet, cannot be mapped by {device} (status {status}); raise the "
             "limit of locked memory (ulimit -l), or lower --max-num-batched-tokens"
         )
-    return over_host(found.value, device, memory, functools.partial(_unregister, device, address))
+    unregister = functools.partial(_unregister, device, memory)
+    return [
+        over_address(found.value + start, size, device, _nothing if number else unregister) for number, (start, size) in enumerate(parts)
+    ]
 
 
-def _unregister(device: str, address: int) -> None:
+def _nothing() -> None:
+    pass
+
+
+def _unregister(device: str, memory: np.ndarray) -> None:
     synchronize(device)
-    cuda_driver().cuMemHostUnregister(ctypes.c_void_p(address))
+    cuda_driver().cuMemHostUnregister(ctypes.c_void_p(memory.ctypes.data))

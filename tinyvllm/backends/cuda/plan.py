@@ -40,7 +40,7 @@ MEETING_BLOCKS = 64  # resident at once on any GPU; the grid is the same in all 
 
 def all_reduce(variant: str, T: int, O: int, group: RankGroup, bias: bool, residual: bool, bias_pitch: int) -> Kernel:
     return Kernel.cuda(
-        "all_reduce", variant, 3, 2 + bias + residual, (min(MEETING_BLOCKS, ceil_div(T * O, 1024)), 1, 1), 256, 0,
+        "all_reduce", variant, 2 + group.world_size, 3 + bias + residual, (min(MEETING_BLOCKS, ceil_div(T * O, 1024)), 1, 1), 256, 0,
         0, 4 * T * O * (group.world_size + 3),
         O=O, WORLD=group.world_size, RANK=group.rank, PLACE=group.place, BIAS=int(bias), RESIDUAL=int(residual), **row_bias(bias_pitch),
     )  # fmt: skip
@@ -49,7 +49,7 @@ def all_reduce(variant: str, T: int, O: int, group: RankGroup, bias: bool, resid
 def gather_logits(variant: str, N: int, V: int, columns: int, group: RankGroup) -> Kernel:
     blocks = min(MEETING_BLOCKS, ceil_div(N * V, 1024 * group.world_size))
     return Kernel.cuda(
-        "gather_logits", variant, 3, 2, (blocks, 1, 1), 256, 0, 0, 8 * N * V,
+        "gather_logits", variant, 2 + group.world_size, 3, (blocks, 1, 1), 256, 0, 0, 8 * N * V,
         V=V, COLUMNS=columns, WORLD=group.world_size, RANK=group.rank, PLACE=group.place,
     )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Calls of the CUDA kernels of ranks that divide matrices: where their GPUs meet, and what is added or gathered there.
 
-GPUs meet in memory of the host that each of them maps: that needs no access of one GPU to the memory of another, which many lack.
+GPUs meet in each other's memory where all of them reach it (peers.py), and otherwise in memory of the host that each of them maps.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from tinygrad import Tensor
 
 from tinyvllm.backends.buffers import empty, present
 from tinyvllm.backends.by_expert import sizes_of
+from tinyvllm.backends.collecting import collecting
 from tinyvllm.backends.cuda import expert_plan, plan
 from tinyvllm.backends.cuda.driver import gpu_count, register_host_memory
 from tinyvllm.backends.cuda.launch import launch
+from tinyvllm.backends.cuda.peers import HEADER, SITE_HEADER, peer_sites
+from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.operands import NormWeights, Routing
 from tinyvllm.backends.policies import bias_pitch
 from tinyvllm.bridge import copied
+from tinyvllm.config.switches import environment
 from tinyvllm.errors import ArgumentError
 from tinyvllm.placement import Placement, RankGroup
 from tinyvllm.quant.slices import RowShare
@@ -27,19 +31,35 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Meeting:
-    """Where a rank meets the others; made for its GPU when the first kernel needs it, as a plan of an engine needs none.
+    """Where a rank meets the others (kernels/cuda/include/meeting.cuh); made with its first kernel, in the same step as theirs.
 
-    shared  uint8 [N], the memory of all ranks
-    turns   uint32 [2], kernels/cuda/include/meeting.cuh
+    turns   uint32 [2]
+    sites   uint8 [N] of each rank
+    shared  uint8 [N], memory of the host
     """
 
-    def __init__(self, device: str, memory: np.ndarray):
-        self._device, self._memory = device, memory
+    def __init__(self, device: str, memory: np.ndarray, rank: int, count: int, site_bytes: int):
+        self._device, self._memory, self._rank, self._count, self._site_bytes = device, memory, rank, count, site_bytes
 
     @functools.cached_property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """shared, turns. KernelError if the GPU cannot have the memory."""
-        return register_host_memory(self._device, self._memory), copied(np.zeros(2, np.uint32), self._device)
+    def tensors(self) -> tuple[list[Tensor], Tensor]:
+        """turns and the sites, which kernels write; shared. KernelError if the GPU cannot have the memory, or another rank has ended."""
+        turns, sites = copied(np.zeros(2, np.uint32), self._device), None
+        if environment(os.environ).get("TINYVLLM_PEER_ACCESS") is not False:
+            sites = peer_sites(self._device, self._memory[:HEADER], self._rank, self._count, self._site_bytes)
+        if sites is not None:
+            return [turns, *sites], register_host_memory(self._device, self._memory[:HEADER], [(0, HEADER)])[0]
+        parts = [(0, HEADER), *((HEADER + rank * self._site_bytes, self._site_bytes) for rank in range(self._count))]
+        shared, *sites = register_host_memory(self._device, self._memory, parts)
+        return [turns, *sites], shared
+
+
+def launch_with(group: RankGroup, kernel: Kernel, out: Tensor, ins: list[Tensor]) -> Tensor:
+    """`out` after a kernel in which the group meets. What only finds out which kernels there are meets no rank."""
+    if collecting():
+        return launch(kernel, [out] * kernel.outs, [out] * kernel.ins)[0]
+    sites, shared = group.memory.tensors
+    return launch(kernel, [out, *sites], [shared, *ins])[0]
 
 
 class RankKernels:
@@ -54,7 +74,8 @@ class RankKernels:
         return [{_VISIBLE: names[rank % count]} for rank in range(ranks)]
 
     def rank_group(self, placement: Placement, rank: int, world_size: int, memory: np.ndarray, place: int, logits: int) -> RankGroup:
-        return RankGroup(rank, world_size, Meeting(placement.device, memory), place, logits)
+        meeting = Meeting(placement.device, memory, rank, world_size, 8 * place)
+        return RankGroup(rank, world_size, meeting, place - SITE_HEADER // 8, logits)
 
     def all_reduce(
         self, variant: str, part: Tensor, group: RankGroup, rows: Tensor, bias: Tensor | None, residual: Tensor | None,
@@ -63,12 +84,12 @@ class RankKernels:
         assert output_norm is None and output_scale == 1.0, "limits.py"
         T, O = (int(d) for d in part.shape)
         kernel = plan.all_reduce(variant, T, O, group, bias is not None, residual is not None, bias_pitch(bias))
-        return launch(kernel, [empty(part, T, O), *group.memory.tensors], [part, *present(bias, residual), rows])[0]
+        return launch_with(group, kernel, empty(part, T, O), [part, *present(bias, residual), rows])
 
     def gather_logits(self, variant: str, part: Tensor, share: RowShare, count: Tensor) -> Tensor:
         (N, columns), group, V = (int(d) for d in part.shape), share.group, share.all_rows
         kernel = plan.gather_logits(variant, N, V, columns, group)
-        return launch(kernel, [empty(part, N, V), *group.memory.tensors], [part, count])[0]
+        return launch_with(group, kernel, empty(part, N, V), [part, count])
 
     def experts_all_reduce(
         self, variant: str, part: Tensor, group: RankGroup, routing: Routing, rows: Tensor, residual: Tensor | None, bias: Tensor | None
