@@ -17,7 +17,8 @@ from tinygrad.helpers import USE_TC
 from tests.emulator.driver import Driver
 from tests.emulator.rank import PEERS, on_gpus
 from tests.engine.test_tensor_parallel import EXPERTS, GOLDEN, alive, run_on, start
-from tests.tiny.adapters import write_adapter
+from tests.models.test_expert_adapters import LATENT, experts_of
+from tests.tiny.adapters import ATTENTION, write_adapter
 from tests.tiny.wide import with_wide_experts
 from tinyvllm import LLM, LoRARequest, SamplingParams
 from tinyvllm.backends import registry
@@ -153,8 +154,6 @@ def test_what_gpus_cannot_do_is_refused_by_name(driver: Driver, monkeypatch: pyt
         LLM(MODEL, device="CUDA", context_parallel_size=2, max_model_len=512)
     with pytest.raises(ArgumentError, match=r"tensor_parallel_size=2 runs on the CPU and on CUDA, and ranks have the first GPUs: .*=1,"):
         LLM(MODEL, device="CUDA:1", tensor_parallel_size=2, **OPTIONS)
-    with pytest.raises(ArgumentError, match="lora_experts does not work with tensor_parallel_size=2"):
-        LLM(MODEL, device="CUDA", tensor_parallel_size=2, enable_lora=True, lora_experts=True, **OPTIONS)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr(driver, "_gpus", 1)
     with pytest.raises(ArgumentError, match=r"2 ranks need as many GPUs, and there are 1 \(CUDA_VISIBLE_DEVICES=3\)"):
@@ -212,6 +211,25 @@ def test_a_family_has_its_recorded_tokens(name: str, driver: Driver, monkeypatch
             params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
             found.append(llm.generate([{"prompt_token_ids": prompt}], params)[0].outputs[0].token_ids)
     assert found[1] == found[0] and (name in EXPERTS or found[0] == recorded)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen3moe", "deepseek2"])
+def test_adapters_of_experts_and_of_latents(name: str, driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Gate and up of a row's experts have a bias of a pair, which takes the reference; sums of down meet."""
+    monkeypatch.setattr(USE_TC, "value", 0)
+    monkeypatch.setenv("TC", "0")
+    model = with_wide_experts(name, tmp_path / "model")
+    adapter = write_adapter(tmp_path / "adapter", model, modules=[*ATTENTION, *LATENT, *experts_of(name)], size=0.3)
+    options: dict[str, Any] = dict(device="CUDA", dtype="float16", skip_tokenizer_init=True, max_model_len=64, num_blocks=16)
+    prompts, found = [{"prompt_token_ids": [5, 9, 40, 7]}] * 2, []
+    for size in (1, 2):
+        with LLM(model, tensor_parallel_size=size, enable_lora=True, lora_experts=True, max_num_seqs=2, **options) as llm:
+            lora = [LoRARequest("one", lora_path=str(adapter)), None]
+            outputs = llm.generate(prompts, replace(GREEDY, max_tokens=2, logprobs=2), lora_request=lora)
+            found.append([[p.logprob for step in one.outputs[0].logprobs for p in step.values()] for one in outputs])
+    np.testing.assert_allclose(found[1], found[0], atol=0.02)
+    assert np.abs(np.subtract(*found[0])).max() > 0.2, "the adapter changes them"
 
 
 @pytest.mark.long

@@ -54,9 +54,9 @@ def test_an_adapter_fits_the_model_of_a_gguf_file(name, tmp_path):
     check(tmp_path / "model.gguf", merged, str(adapter), lora_experts=True)
 
 
-def parameters(name: str, folder: Path, seed: int = 0) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def parameters(model: Path, folder: Path, seed: int = 0) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Write an adapter of the parameters of all experts, as PEFT 0.21 does; its A [X, r, I] and B [X, O, r] by the parameter's name."""
-    random, config = np.random.default_rng(seed), json.loads((GOLDEN / name / "config.json").read_text())
+    random, config = np.random.default_rng(seed), json.loads((model / "config.json").read_text())
     X, E = config.get("num_experts") or config["num_local_experts"], config["hidden_size"]
     F = config.get("moe_intermediate_size") or config["intermediate_size"]
     tensors, found = dict[str, np.ndarray](), {}
@@ -95,7 +95,7 @@ def merged_parameters(name: str, low: dict[str, tuple[np.ndarray, np.ndarray]], 
 @pytest.mark.parametrize("name", ["gpt-oss", pytest.param("qwen3moe", marks=pytest.mark.long)])
 def test_an_adapter_of_the_parameters_of_all_experts(name, tmp_path):
     """Of gpt-oss, whose rows of gate and up alternate, and whose experts have biases."""
-    low = parameters(name, tmp_path / "adapter")
+    low = parameters(GOLDEN / name, tmp_path / "adapter")
     check(GOLDEN / name, merged_parameters(name, low, tmp_path / "merged"), str(tmp_path / "adapter"), lora_experts=True)
 
 
@@ -125,7 +125,7 @@ def test_room_for_experts_is_asked_for(tmp_path):
 
 
 def test_parameters_that_cannot_be_read_are_refused_by_name(tmp_path):
-    parameters("qwen3moe", tmp_path / "adapter")
+    parameters(GOLDEN / "qwen3moe", tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / CONFIG_NAME).read_text())
 
     def refused(expected: str, **changes: object) -> None:
@@ -141,7 +141,7 @@ def test_parameters_that_cannot_be_read_are_refused_by_name(tmp_path):
 
 
 def test_two_adapters_of_one_parameter_are_refused(tmp_path):
-    parameters("qwen3moe", tmp_path / "adapter")
+    parameters(GOLDEN / "qwen3moe", tmp_path / "adapter")
     path = tmp_path / "adapter" / WEIGHTS_NAME
     tensors = load_file(path)
     for matrix in "AB":

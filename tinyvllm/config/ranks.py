@@ -148,7 +148,7 @@ class RankOptions:
             how = f", and ranks have the first GPUs: choose them by CUDA_VISIBLE_DEVICES={self.device.partition(':')[2]},..."
             on = f"the CPU and on {', '.join(SHARED_BY_GPUS)}{how * (kind_of(self.device) in SHARED_BY_GPUS)}"
             raise ArgumentError(f"{given} runs on {on}, got device={self.device}: leave one of them out")
-        refused = ["swap_space", "speculative_config", "prefix_cache_dir", "async_scheduling", "imatrix", "lora_experts"]
+        refused = ["swap_space", "speculative_config", "prefix_cache_dir", "async_scheduling", "imatrix"]
         if self.more_devices or self.context_parallel_size > 1:
             refused.append("enable_lora")
         if self.on_gpus and self.context_parallel_size > 1:

@@ -50,13 +50,14 @@ class ProductShape:
 
 @dataclass(frozen=True, eq=False)
 class OwnProduct:
-    """What this process has of a product: of the columns of A, in the weight's order, and of each projection's rows of B. `outputs` are
-    how many rows that is; `unit` and `share` those of `AdapterStack`.
+    """What this process has of a product: some of its matrices, and of each the columns of A, in the weight's order, and of each
+    projection the rows of B. `outputs` are how many rows that is; `unit` and `share` those of `AdapterStack`.
     """
 
     shape: ProductShape
     columns: slice
     parts: tuple[RowPart, ...]
+    matrices: slice
     unit: int = 0
     share: ColumnShare | None = None
 
@@ -66,7 +67,7 @@ class OwnProduct:
 
     def sizes(self, rank: int) -> tuple[tuple[int, int, int, int], tuple[int, int, int]]:
         """As those of `ProductShape`."""
-        matrices = self.shape.matrices
+        matrices = self.matrices.stop - self.matrices.start
         return (matrices, len(self.parts), rank, self.columns.stop - self.columns.start), (matrices, rank, sum(self.outputs))
 
 
@@ -118,18 +119,20 @@ def own_product(opened: OpenedModel, shape: ProductShape) -> OwnProduct:
     """What this process has of a product whose weight is loaded. ModelError for parts that no kernel computes."""
     weights, split = shape.owner.weights, opened.split
     weight, whole = getattr(weights, shape.field).weight, slice(0, shape.inputs)
-    parts = tuple(RowPart(slice(0, rows)) for rows in shape.outputs)
-    if shape.matrices > 1:  # of experts or heads, which have no adapters over ranks
-        return OwnProduct(shape, whole, parts)
+    parts, matrices = tuple(RowPart(slice(0, rows)) for rows in shape.outputs), slice(0, shape.matrices)
     if shape.names[0].split(".")[-2] in SUMMED and isinstance(weight, PackedWeight):
         unit = slice_unit(weight.format, shape.inputs) if opened.plan.placement.is_cpu else 0
         if split is None or not isinstance(weight.share, ColumnShare):
-            return OwnProduct(shape, whole, parts, unit)
-        return OwnProduct(shape, split.columns(weight.share, weight.format), parts, unit, weight.share)
+            return OwnProduct(shape, whole, parts, matrices, unit)
+        return OwnProduct(shape, split.columns(weight.share, weight.format), parts, matrices, unit, weight.share)
     if split is None:
-        return OwnProduct(shape, whole, parts)
+        return OwnProduct(shape, whole, parts, matrices)
+    if (heads := split.matrices(shape.names[0])) is not None:
+        return OwnProduct(shape, whole, parts, heads)
     down = getattr(weights, _AFTER[shape.field]).weight.format if shape.field in _AFTER else ""
-    own = OwnProduct(shape, whole, tuple(split.rows(name, rows, down) for name, rows in zip(shape.names, shape.outputs, strict=True)))
+    all_rows = (rows * shape.matrices for rows in shape.outputs)
+    divided = (split.rows(name, rows, down) for name, rows in zip(shape.names, all_rows, strict=True))
+    own = OwnProduct(shape, whole, tuple(replace(part, matrices=1) for part in divided), matrices)
     if odd := next((rows for rows in own.outputs if rows % _SIXTEEN), 0):
         raise ModelError(
             f"enable_lora: a part of the product with {shape.names[0]} has {odd} outputs in each of {split.group.world_size} ranks, and "

@@ -160,12 +160,12 @@ class AdapterPool:
             products[part.key] = np.zeros(down, np.float32), np.zeros(up, np.float32), np.zeros(down[0], np.int32)
         all_a, all_b, ranks = products[part.key]
         a, b = part.matrices(module_a, module_b)
-        if mine.shape.matrices == 1:  # others are never divided
-            b = mine.parts[part.index].of(b[0])[None]
+        b = mine.parts[part.index].of(b.swapaxes(0, 1)).swapaxes(0, 1)
         (count, rank), start = a.shape[:2], sum(mine.outputs[: part.index])
-        own = slice(part.first, part.first + count)
-        all_a[own, part.index, :rank] = (a if order is None else a[:, :, order])[:, :, mine.columns]
-        all_b[own, :rank, start : start + b.shape[1]] = b.swapaxes(1, 2)
+        first, end = max(part.first, mine.matrices.start), min(part.first + count, mine.matrices.stop)
+        of_module, own = slice(first - part.first, end - part.first), slice(first - mine.matrices.start, end - mine.matrices.start)
+        all_a[own, part.index, :rank] = (a if order is None else a[:, :, order])[of_module, :, mine.columns]
+        all_b[own, :rank, start : start + b.shape[1]] = b[of_module].swapaxes(1, 2)
         ranks[own] = np.maximum(ranks[own], rank)
 
     def place(self, number: int, adapter: PreparedAdapter | None) -> None:
@@ -175,7 +175,7 @@ class AdapterPool:
             if changed is not None:
                 for tensor, part in zip((stack.a, stack.b), changed[:2]):
                     upload(tensor, part, (number - 1) * part.size)
-            ranks = np.zeros(self._products[key].matrices, np.int32) if changed is None else changed[2]
+            ranks = np.zeros(self._own[key].sizes(0)[0][0], np.int32) if changed is None else changed[2]
             upload(stack.ranks, ranks, (number - 1) * ranks.size)
 
 

@@ -69,6 +69,7 @@ def shared_layout(config: EngineConfig, model: ModelConfig) -> Layout:
     """Room for the largest step; pages take memory once they are written."""
     tensor, context, stages = config.tensor_parallel_size, config.context_parallel_size, config.pipeline_parallel_size
     rows, hidden = max_rows(config), 16 * round_up(config.max_lora_rank, 4) if config.enable_lora else 0
+    hidden *= model.num_experts_per_tok if config.lora_experts else 1  # of each of a row's experts
     width = ceil_div(config.max_model_len or model.max_context, config.block_size)
     sums, logits = max(rows, model.num_experts_per_tok) * max(model.dim, hidden), rows * model.vocab_size
     if kind_of(config.device) == "CUDA":  # a place at a time, with as many logits as fit; all of it is locked in memory

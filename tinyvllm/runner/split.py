@@ -104,6 +104,10 @@ class Split:
         start, R = c.n_heads * latent.plain, c.rope_dim
         return replace(RowPart.of_heads(heads, latent.plain), more=(slice(start + heads.start * R, start + heads.stop * R),))
 
+    def matrices(self, name: str) -> slice | None:
+        """Which of the matrices of a tensor the rank has, where they are one for each head; None for any other tensor."""
+        return self._heads if self.config.latent is not None and name.split(".")[-2] in ("attn_k_b", "attn_v_b") else None
+
     def head_rows(self, rows: int) -> slice:
         """The rows of the head: whole panels."""
         panels, rank, world = -(-rows // PANEL), self.group.rank, self.group.world_size
