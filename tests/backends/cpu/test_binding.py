@@ -133,6 +133,17 @@ def test_only_the_bound_thread_is_let_loose(system):
     assert [{*map(frozenset, found.values())} for found in seen] == [{frozenset({0, 1, 2, 3})}]
 
 
+def test_a_thread_that_has_ended_is_left_alone(system):
+    system.nodes("0-3", "4-7")
+    thread = threading.Thread(target=lambda: bind(share(2, 0), system.sysfs))
+    thread.start()
+    thread.join()
+    before = dict(system.threads)
+    assert bound() is not None
+    release()
+    assert system.threads == before and bound() is None
+
+
 @pytest.mark.parametrize(("same_weights", "expected"), [((0,), []), ((0, 1), []), ((0, 2), [0, 1]), ((0, 1, 2, 3), [0, 1])])
 def test_weights_are_on_the_nodes_of_all_that_map_them(system, monkeypatch, same_weights, expected):
     calls = []

@@ -83,7 +83,9 @@ def release() -> None:
     """Let the thread that was bound run where it ran before. Threads that it has started stay."""
     while _bound:
         binding = _bound.pop()
-        with contextlib.suppress(OSError):  # it has ended
+        if not any(thread.native_id == binding.thread for thread in threading.enumerate()):
+            continue  # it has ended, and the system may have given its number to a thread of another process
+        with contextlib.suppress(OSError):
             os.sched_setaffinity(binding.thread, binding.before)
 
 
