@@ -24,7 +24,7 @@ BIG: dict[str, tuple[list[int], SamplingParams]] = {
     # a table of counts for every sequence that could run
     "table": ([1, 2, 3], SamplingParams(temperature=0.0, repetition_penalty=1.1, max_tokens=4, ignore_eos=True)),
     # a chunk whose scores are laid out for the longest context
-    "long": ([5] * 500, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)),
+    "long": ([5] * 2000, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)),
 }
 
 
@@ -77,7 +77,7 @@ def attack(engine: Engine, kind: str, rounds: int, mebibytes: int) -> dict[str, 
 
 def main(kind: str, rounds: str, mebibytes: str, folder: str) -> None:
     options: dict[str, Any] = dict(device="CPU", load_format="dummy", dtype="float32", skip_tokenizer_init=True, max_num_seqs=64)
-    with LLM(folder, num_blocks=1100, max_model_len=16384, max_num_batched_tokens=512, enable_prefix_caching=False, **options) as llm:
+    with LLM(folder, num_blocks=1100, max_model_len=16384, max_num_batched_tokens=2048, enable_prefix_caching=False, **options) as llm:
         print(json.dumps(attack(llm.engine, kind, int(rounds), int(mebibytes))))
 
 
