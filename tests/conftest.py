@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,16 +38,10 @@ CHAT_TEMPLATE = (
 
 @pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """FIRST, then the others as they were found. What tests/shares.py says is long is marked.
-
-    Where long tests have an end (TESTS_UNTIL), files with few of them go first: else thousands of one kind would leave out all others.
-    """
+    """FIRST, then the others as they were found. What tests/shares.py says is long is marked."""
     divide(items)
     here, place = Path(__file__).parent, {room: index for index, room in enumerate(FIRST)}
     items.sort(key=lambda item: place.get(item.path.relative_to(here).parts[0], len(FIRST)))
-    if "TESTS_UNTIL" in os.environ:
-        counts = Counter(item.path for item in items if item.get_closest_marker("long"))
-        items.sort(key=lambda item: counts[item.path])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -64,7 +64,7 @@ def test_roofs_and_what_they_are_for(driver: Driver, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_other_formats_and_caches(driver: Driver, tmp_path: Path) -> None:
     found = figures(tmp_path / "run", "kernels", "--formats", "INT4_G128", "NF4", "--caches", "KV_FP8", "KV_INT4")
-    assert {f"matmul {format}, 256, sm_80" for format in ("INT4_G128", "NF4")} <= set(found)
+    assert {f"matmul {format}, 256, sm_90a" for format in ("INT4_G128", "NF4")} <= set(found)
     assert {f"attention_decode, 2 x 40{cache}, H=4 K=2 D=32" for cache in ("", ", KV_FP8", ", KV_INT4")} <= set(found)
 
 
