@@ -5,7 +5,6 @@ from __future__ import annotations
 from tinyvllm.config.devices import kind_of
 from tinyvllm.errors import ArgumentError
 from tinyvllm.kv_events.config import KVEventsConfig
-from tinyvllm.placement import CoreShare
 
 PARALLEL_SIZES = (1, 2, 4, 8)  # of processes that share layers or contexts
 SHARED_BY_GPUS = ("CUDA",)  # kinds of devices of which several can share a model
@@ -71,16 +70,6 @@ class RankOptions:
         """The processes that share the cores of the CPU, those of all replicas."""
         of_one = len([device for device in self.devices if kind_of(device) == "CPU"]) if self.more_devices else self.num_ranks
         return of_one * self.data_parallel_size
-
-    def core_share(self, rank: int = 0) -> CoreShare:
-        """The part that a rank of this replica has in the cores of the CPU."""
-        count = self.cpu_ranks
-        if count == 1 or kind_of(self.device) != "CPU":
-            return CoreShare(count)
-        first, context = (self.data_parallel_rank or 0) * self.num_ranks, self.context_parallel_size
-        same = [other for other in range(self.num_ranks) if other // context == rank // context]
-        replicas = range(0, count, self.num_ranks)
-        return CoreShare(count, first + rank, tuple(start + other for start in replicas for other in same))
 
     def check_devices(self) -> None:
         """ArgumentError for devices that cannot share the layers of a model."""

@@ -15,7 +15,7 @@ from tinyvllm.distributed.memory import Layout, SharedMemory
 from tinyvllm.errors import ArgumentError
 from tinyvllm.integers import ceil_div, round_up
 from tinyvllm.models.config import ModelConfig
-from tinyvllm.placement import Placement, RankGroup
+from tinyvllm.placement import CoreShare, Placement, RankGroup
 from tinyvllm.runner.device import choose_device
 from tinyvllm.runner.prepare import power_bucket
 
@@ -40,6 +40,17 @@ def context_ranks(memory: SharedMemory, rank: int, placement: Placement) -> Rank
 def _group(placement: Placement, memory: np.ndarray, rank: int, count: int, place: int, logits: int = 0) -> RankGroup | None:
     backend = backend_for(placement)
     return None if count == 1 or backend is None else backend.rank_group(placement, rank, count, memory, place, logits)
+
+
+def core_share(config: EngineConfig, rank: int = 0) -> CoreShare:
+    """The part that a rank of the configured replica has in the cores of the CPU."""
+    count = config.cpu_ranks
+    if count == 1 or kind_of(config.device) != "CPU":
+        return CoreShare(count)
+    first, context = (config.data_parallel_rank or 0) * config.num_ranks, config.context_parallel_size
+    same = [other for other in range(config.num_ranks) if other // context == rank // context]
+    replicas = range(0, count, config.num_ranks)
+    return CoreShare(count, first + rank, tuple(start + other for start in replicas for other in same))
 
 
 def rank_environments(config: EngineConfig) -> list[dict[str, str]]:

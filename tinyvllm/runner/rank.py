@@ -38,11 +38,12 @@ def main(socket_fd: int, memory_fd: int) -> None:
     whole = EngineConfig(**start["config"])
     config = whole.of_rank(start["rank"])
     start_device(config.device, cache_folder())
-    share_cores(whole.core_share(start["rank"]))
+    from tinyvllm.runner.grid import core_share
     from tinyvllm.runner.opened import open_model
     from tinyvllm.runner.pipeline import RankStart
     from tinyvllm.runner.runner import Runner
 
+    share_cores(core_share(whole, start["rank"]))
     opened = open_model(config, config.device, RankStart(memory, start["rank"], start["stage_ends"]))
     runner, links = Runner(config, config.device, opened=opened), {name: socket.socket(fileno=fd) for name, fd in start["links"].items()}
     link.sendall(b"+")

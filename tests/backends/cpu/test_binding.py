@@ -16,6 +16,7 @@ from tinyvllm.backends.cpu import nodes, threads
 from tinyvllm.backends.cpu.binding import bind, bound, divide, release, unbound
 from tinyvllm.config.engine import DEFAULT_MODEL, EngineConfig, resolve
 from tinyvllm.placement import CoreShare
+from tinyvllm.runner.grid import core_share
 
 
 class System:
@@ -182,11 +183,11 @@ SIZES = "tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size
     ],
 )
 def test_the_place_of_a_rank(sizes, rank, expected):
-    assert config(device="CPU", **dict(zip(SIZES, sizes, strict=True))).core_share(rank) == expected
+    assert core_share(config(device="CPU", **dict(zip(SIZES, sizes, strict=True))), rank) == expected
 
 
 def test_ranks_on_gpus_have_no_place():
-    assert config(device="CUDA", tensor_parallel_size=2).core_share() == CoreShare(2)
+    assert core_share(config(device="CUDA", tensor_parallel_size=2)) == CoreShare(2)
 
 
 @pytest.mark.skipif(sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="two processors of Linux")
