@@ -65,9 +65,14 @@ class OwnProduct:
     def outputs(self) -> tuple[int, ...]:
         return tuple(part.count for part in self.parts)
 
+    @property
+    def count(self) -> int:
+        """How many matrices."""
+        return len(range(self.matrices.start, self.matrices.stop))
+
     def sizes(self, rank: int) -> tuple[tuple[int, int, int, int], tuple[int, int, int]]:
         """As those of `ProductShape`."""
-        matrices = self.matrices.stop - self.matrices.start
+        matrices = self.count
         return (matrices, len(self.parts), rank, self.columns.stop - self.columns.start), (matrices, rank, sum(self.outputs))
 
 

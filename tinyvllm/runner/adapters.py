@@ -175,7 +175,7 @@ class AdapterPool:
             if changed is not None:
                 for tensor, part in zip((stack.a, stack.b), changed[:2]):
                     upload(tensor, part, (number - 1) * part.size)
-            ranks = np.zeros(self._own[key].sizes(0)[0][0], np.int32) if changed is None else changed[2]
+            ranks = np.zeros(self._own[key].count, np.int32) if changed is None else changed[2]
             upload(stack.ranks, ranks, (number - 1) * ranks.size)
 
 
