@@ -146,6 +146,14 @@ def loggers_as_found() -> Iterator[None]:
         logger.setLevel(level)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_notice_of_compilers() -> None:
+    """The line that compilers have run for a second comes once a process: in the log of whatever test runs then."""
+    from tinyvllm.bridge.compiling import compile_clock
+
+    compile_clock._noted = True
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random two-layer LLaMA: hidden 128, 4 heads of 32 (the fewest that kernels have), 2 KV heads, tokens for bytes."""
