@@ -47,14 +47,19 @@ def cpuinfo(text: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, value in pairs}
 
 
+_INTEL = {143: "Sapphire Rapids", 207: "Emerald Rapids"}  # models of family 6
+
+
 def core(told: dict[str, str]) -> str:
-    """The core's generation, which a virtual machine's model name lacks: "Zen 4", or "family 6 model 143"; empty if unknown.
+    """The core's generation, which a virtual machine's model name lacks: "Zen 4", or "family 6 model 85"; empty if unknown.
 
     AMD's families: 0x17 is Zen to Zen 2, 0x19 Zen 3 and, in models 0x10 to 0x1f and from 0x60 on, Zen 4, 0x1a Zen 5.
     """
     if "cpu family" not in told or "model" not in told:
         return ""
     family, model = int(told["cpu family"]), int(told["model"])
+    if told.get("vendor_id") == "GenuineIntel" and family == 6 and model in _INTEL:
+        return _INTEL[model]
     if told.get("vendor_id") != "AuthenticAMD" or family not in (0x17, 0x19, 0x1A):
         return f"family {family} model {model}"
     if family == 0x19:

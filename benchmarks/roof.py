@@ -19,11 +19,14 @@ from statistics import median
 import numpy as np
 
 from benchmarks.harness import Spread, table
+from tinyvllm.backends.cpu.variants import cpu_variants
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _BYTES = 128 << 20  # a thread's share, far beyond the caches
 _PASSES = 8  # in a row: a round takes some 50 ms
 _ROUNDS = 1_000_000
+_KINDS = ("f32_flops", "bf16_flops", "int8_ops")
+_BY_TILES = {"bf16_flops": "bf16_tile_flops", "int8_ops": "int8_tile_ops"}
 
 
 def threads_of_machine() -> int:
@@ -44,7 +47,7 @@ def _library() -> ctypes.CDLL:
         subprocess.run([provide_compiler(folder), *flags, str(_SOURCE), "-o", str(fresh)], check=True)
         fresh.replace(library)
     loaded = ctypes.CDLL(str(library))
-    for name in ("read_bytes", "f32_flops", "bf16_flops", "int8_ops"):
+    for name in ("read_bytes", *_KINDS, *_BY_TILES.values()):
         getattr(loaded, name).restype = None
     return loaded
 
@@ -103,9 +106,12 @@ def read_bandwidth(threads: int | None = None) -> float:
 def operations(kind: str, threads: int | None = None, passes: int = 24) -> float | None:
     """Multiplications and additions a second of `kind`: "f32_flops", "bf16_flops" or "int8_ops"; None where there is no instruction.
 
-    The best of `passes` short ones: no other process shares these registers.
+    By tiles where the processor has them and the system grants them. The best of `passes` short ones: no other process shares these
+    registers.
     """
     threads = threads or threads_of_machine()
+    if kind in _BY_TILES and cpu_variants().get("amx", "another architecture") is None:
+        kind = _BY_TILES[kind]
     done, sink = ctypes.c_double(), ctypes.c_float()
 
     def run(thread: int, gate: ctypes.c_int, span: _Span) -> None:
@@ -126,9 +132,6 @@ def roofs(threads: int | None = None) -> dict[str, float | None]:
     """All of them, in GB/s and in 10^9 operations a second: for the record of a run."""
     giga = {"read_GBps": read_bandwidth(threads)} | {f"{kind[:4].rstrip('_')}_Gops": operations(kind, threads) for kind in _KINDS}
     return {name: None if value is None else round(value / 1e9, 1) for name, value in giga.items()}
-
-
-_KINDS = ("f32_flops", "bf16_flops", "int8_ops")
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ static inline void multiply_task(float *outputs, const uint8_t *weight, const fl
     for (int pair = first; pair < end; pair++) {
       float tile[MAX_TOKENS * 32];
       const uint8_t *a = weight + 2 * pair * PANEL, *b = 2 * pair + 1 < PANELS ? a + PANEL : a;
-      panel_dot(a, b, pair + 1 < end ? a + 2 * PANEL : after, x_rows, tokens, tile, 32);
+      panel_dot(a, b, pair + 1 < end ? a + 2 * PANEL : after, x_rows, tokens, (struct results){tile, 32, 0, 0});
       for (int r = 0; r < tokens; r++) {
         for (int c = 0; c < 32 && pair * 32 + c < E; c += 16)
           store_16(outputs + (long)order[at + r] * E, tile + r * 32 + c, biases, pair * 32 + c);

@@ -12,8 +12,8 @@
 // The columns are added in a tree over SLICES slices, all 8 if it is not defined (slices.h).
 // ACTIVATION: 0 none, 1 GELU, the tanh form. I % 32 == 0, any O. Accumulated in float32 in the order of product.h; BF16 rounds x to bfloat16
 // and integer formats round it to int8 in groups of 32, once a row.
-// First every row is prepared (a row is a unit of work), then a few pairs of panels meet all rows, or PIECE rows if panels are few; with
-// OUT_NORM every row of out is a unit once more.
+// First every row is prepared (a row is a unit of work), then a few pairs of panels meet a piece of the rows; with OUT_NORM every row of out
+// is a unit once more.
 #ifndef SLICES
 #define SLICES 8
 #endif
@@ -23,10 +23,9 @@
 #include "product.h"
 #include "thread_team.h"
 
-#define PIECE 96  // rows; a multiple of twelve and of 32
-
 #include "arguments.h"  // the last one
 
+static inline void add_earlier(float *tile, const float *out, int columns);
 static inline void finish_row(float *out, float *tile, const float *biases, const float *residuals, int columns);
 static inline v16 finish_16(v16 y, const float *biases, const float *residuals);
 
@@ -38,24 +37,34 @@ static void matmul(float *out, void *scratch, const float *x, const void *weight
   barrier(team);
 
   const int run = pairs_in_unit(pairs, team->threads), runs = (pairs + run - 1) / run;
-  const int piece = runs < 4 * team->threads ? PIECE : count > 0 ? count : 1;
+  const int piece = rows_in_piece(count, runs < 4 * team->threads);
   const int pieces = (count + piece - 1) / piece, units = runs * pieces;
-  for (int unit = next_unit(team), ahead; unit < units; unit = unit_after(team, ahead)) {
-    ahead = unit_ahead(team, unit, units);
-    const int from = unit % pieces * piece, to = from + piece < count ? from + piece : count;
-    const int first = unit / pieces * run, end = first + run < pairs ? first + run : pairs;
-    for (int pair = first; pair < end; pair++) {
-      const int next = pair + 1 < end ? pair + 1 : likely_unit(team, unit, ahead, units) / pieces * run;
-      const uint8_t *a = (const uint8_t *)weight + 2 * pair * PANEL, *b = 2 * pair + 1 < panels ? a + PANEL : a;
-      const uint8_t *next_panel = (const uint8_t *)weight + 2 * next * PANEL;
-      const int o = pair * 32, columns = O - o < 32 ? O - o : 32;
-      for (int t = from, tokens; t < to; t += tokens) {
-        float tile[MAX_TOKENS * 32];
-        tokens = tile_tokens(to - t);
-        panel_dot(a, b, t + tokens < to ? a : next_panel, prepared + t * PREPARED, tokens, tile, 32);
-        for (int r = 0; r < tokens; r++) {
-          const long at = (long)(t + r) * O + o;
-          finish_row(out + at, tile + r * 32, BIAS ? bias + (long)(t + r) * BIAS_PITCH + o : 0, RESIDUAL ? residual + at : 0, columns);
+  const int passes = count > STREAM_TOKENS ? PASSES : 1;
+  for (int pass = 0; pass < passes; pass++) {
+    if (pass) barrier(team);
+    for (int unit = next_unit(team), ahead; unit < units; unit = unit_after(team, ahead)) {
+      ahead = unit_ahead(team, unit, units);
+      const int from = unit / runs * piece, to = from + piece < count ? from + piece : count;
+      const int first = unit % runs * run, end = first + run < pairs ? first + run : pairs;
+      for (int pair = first; pair < end; pair++) {
+        const int next = pair + 1 < end ? pair + 1 : likely_unit(team, unit, ahead, units) % runs * run;
+        const uint8_t *a = (const uint8_t *)weight + 2 * pair * PANEL, *b = 2 * pair + 1 < panels ? a + PANEL : a;
+        const uint8_t *next_panel = (const uint8_t *)weight + 2 * next * PANEL;
+        const int o = pair * 32, columns = O - o < 32 ? O - o : 32;
+        for (int t = from, tokens; t < to; t += tokens) {
+          float tile[MAX_TOKENS * 32];
+          tokens = tile_tokens(to - t);
+          const struct results results = {tile, 32, out + (long)t * O + o, O};
+          pass_dot(passes > 1 ? pass : ALL_PASSES, a, b, t + tokens < to ? a : next_panel, prepared + t * PREPARED, tokens, results);
+          for (int r = 0; r < tokens; r++) {
+            const long at = (long)(t + r) * O + o;
+            if (pass > 0) add_earlier(tile + r * 32, out + at, columns);
+            if (pass + 1 < passes) {
+              for (int c = 0; c < columns; c++) out[at + c] = tile[r * 32 + c];
+              continue;
+            }
+            finish_row(out + at, tile + r * 32, BIAS ? bias + (long)(t + r) * BIAS_PITCH + o : 0, RESIDUAL ? residual + at : 0, columns);
+          }
         }
       }
     }
@@ -65,6 +74,11 @@ static void matmul(float *out, void *scratch, const float *x, const void *weight
   for (int t = next_unit(team); t < count; t = next_unit(team))
     norm_and_join(out + (long)t * O, out_norm, RESIDUAL ? residual + (long)t * O : 0, O);
 #endif
+}
+
+// The sums of earlier slices join those in `tile`.
+static inline void add_earlier(float *tile, const float *out, int columns) {
+  for (int c = 0; c < columns; c++) tile[c] = out[c] + tile[c];
 }
 
 // Sixteen of a row's results, from their sums `y`.

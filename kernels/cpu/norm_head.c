@@ -40,7 +40,8 @@ static void norm_head(float *logits, int32_t *best, void *scratch, const float *
       for (int t = 0, tokens; t < n; t += tokens) {
         float tile[MAX_TOKENS * 32];
         tokens = tile_tokens(n - t);
-        panel_dot(a, b, t + tokens < n ? a : next_panel, prepared + t * PREPARED, tokens, tile, 32);
+        panel_dot(a, b, t + tokens < n ? a : next_panel, prepared + t * PREPARED, tokens,
+                  (struct results){tile, 32, logits + (long)t * V + pair * 32, V});
         for (int r = 0; r < tokens; r++) store_columns(logits + (long)(t + r) * V, tile + r * 32, pair * 32);
       }
     }

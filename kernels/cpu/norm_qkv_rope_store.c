@@ -34,7 +34,6 @@
 #define VALUE_NORM 0
 #endif
 #define HEADS (H + (PROJECTIONS - 1) * K)
-#define PIECE 96                    // rows; a multiple of twelve and of 32
 #define PITCH ((D + 31) / 32 * 32)  // of a tile's rows: an odd last panel is computed twice
 
 #if BIAS
@@ -84,20 +83,22 @@ static void norm_qkv_rope_store(float *q, cached *keys, void *keys_again, void *
   for (int t = next_unit(team); t < count; t = next_unit(team)) prepare_normed(prepared + t * PREPARED, x + (long)t * E, norm, norm_bias);
   barrier(team);
 
-  const int piece = heads < 8 * team->threads ? PIECE : count > 0 ? count : 1;
+  const int piece = rows_in_piece(count, heads < 8 * team->threads);
   const int pieces = (count + piece - 1) / piece, units = heads * pieces;
   for (int unit = next_unit(team), ahead; unit < units; unit = unit_after(team, ahead)) {
     ahead = unit_ahead(team, unit, units);
-    const int likely = likely_unit(team, unit, ahead, units) / pieces;
+    const int likely = likely_unit(team, unit, ahead, units) % heads;
     const uint8_t *next_panel = (const uint8_t *)weight + (long)(likely < MAIN ? likely : MAIN - 1) * (D / 16) * PANEL;
-    const int head = unit / pieces, from = unit % pieces * piece, to = from + piece < count ? from + piece : count;
+    const int head = unit % heads, from = unit / heads * piece, to = from + piece < count ? from + piece : count;
     const uint8_t *first = (const uint8_t *)weight + (long)head * (D / 16) * PANEL;
     for (int t = from, tokens; t < to; t += tokens) {
       float tile[MAX_TOKENS * PITCH];
       tokens = tile_tokens(to - t);
       for (int p = 0; head < MAIN && p < D / 16; p += 2) {
         const uint8_t *a = first + p * PANEL, *next = p + 2 < D / 16 ? a + 2 * PANEL : t + tokens < to ? first : next_panel;
-        panel_dot(a, p + 1 < D / 16 ? a + PANEL : a, next, prepared + t * PREPARED, tokens, tile + p * 16, PITCH);
+        const float *to_q = head < H ? q + ((long)t * H + head) * D + p * 16 : 0;
+        panel_dot(a, p + 1 < D / 16 ? a + PANEL : a, next, prepared + t * PREPARED, tokens,
+                  (struct results){tile + p * 16, PITCH, to_q, H * D});
       }
       for (int r = 0; r < tokens; r++) {
         float *y = tile + r * PITCH;

@@ -75,7 +75,7 @@ static inline void multiply_rows(float *logits, const uint8_t *a, const uint8_t 
   for (int t = 0, tokens; t < count; t += tokens) {
     float tile[MAX_TOKENS * 32];
     tokens = tile_tokens(count - t);
-    panel_dot(a, b, t + tokens < count ? a : next, prepared + t * PREPARED, tokens, tile, 32);
+    panel_dot(a, b, t + tokens < count ? a : next, prepared + t * PREPARED, tokens, (struct results){tile, 32, 0, 0});
     for (int r = 0; r < tokens; r++) {
       for (int c = 0; c < (a == b ? 16 : 32); c += 16) v16_store(logits + (long)(t + r) * LOGITS + c, v16_load(tile + r * 32 + c));
     }

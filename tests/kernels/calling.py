@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,23 @@ def load(kernel: Kernel, extra: tuple[str, ...] = ()) -> Callable[..., None]:
 
 
 _executable: list[mmap.mmap] = []  # what is called must stay in memory
+_emulates_tiles = True
+
+
+@contextmanager
+def real_tiles() -> Iterator[None]:
+    """Kernels of the variant amx run the processor's own instructions here."""
+    global _emulates_tiles
+    load.cache_clear()
+    _emulates_tiles = False
+    yield
+    load.cache_clear()
+    _emulates_tiles = True
 
 
 def _load_shared(kernel: Kernel, extra: tuple[str, ...]) -> Callable[..., None]:
     """From a shared object: the emulated tiles need the C library, and memory of each thread."""
-    text = (TILES.read_text() if kernel.target == "amx" else "") + kernel_text(kernel)
+    text = (TILES.read_text() if kernel.target == "amx" and _emulates_tiles else "") + kernel_text(kernel)
     flags = ("-x", "c", "-O2", "-Wno-deprecated-non-prototype", "-shared", "-fPIC", *target_flags(kernel.target), *extra)
     path = FOLDER / f"{kernel.name}-{_digest(text, *flags)}.so"
     if not path.is_file():

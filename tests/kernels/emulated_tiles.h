@@ -75,14 +75,17 @@ static void emulated_floats(int sums, int x, int weights) {
     }
 }
 
-static void emulated_integers(int sums, int x, int weights) {  // signed bytes of x, unsigned bytes of weights
+static void emulated_integers(int sums, int x, int weights, int sign) {  // signed bytes of x, signed or unsigned bytes of weights
   if (emulated_misfit(sums, x, weights)) return;
   for (int m = 0; m < emulated[sums].rows; m++)
     for (int n = 0; n < emulated[sums].bytes / 4; n++) {
       int32_t sum;
       memcpy(&sum, emulated[sums].at[m] + 4 * n, 4);
       for (int k = 0; k < emulated[weights].rows; k++)
-        for (int i = 0; i < 4; i++) sum += (int8_t)emulated[x].at[m][4 * k + i] * emulated[weights].at[k][4 * n + i];
+        for (int i = 0; i < 4; i++) {
+          const uint8_t w = emulated[weights].at[k][4 * n + i];
+          sum += (int8_t)emulated[x].at[m][4 * k + i] * (sign ? (int8_t)w : w);
+        }
       memcpy(emulated[sums].at[m] + 4 * n, &sum, 4);
     }
 }
@@ -92,10 +95,12 @@ static void emulated_integers(int sums, int x, int weights) {  // signed bytes o
 #undef _tile_stored
 #undef _tile_dpbf16ps
 #undef _tile_dpbsud
+#undef _tile_dpbssd
 #define _tile_loadconfig emulated_config
 #define _tile_release emulated_release
 #define _tile_zero emulated_zero
 #define _tile_loadd emulated_load
 #define _tile_stored emulated_store
 #define _tile_dpbf16ps emulated_floats
-#define _tile_dpbsud emulated_integers
+#define _tile_dpbsud(sums, x, weights) emulated_integers(sums, x, weights, 0)
+#define _tile_dpbssd(sums, x, weights) emulated_integers(sums, x, weights, 1)

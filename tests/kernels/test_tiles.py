@@ -8,13 +8,14 @@ import subprocess
 import numpy as np
 import pytest
 
-from tests.kernels.calling import FOLDER, aligned, call
+from tests.kernels.calling import FOLDER, aligned, call, real_tiles
 from tests.kernels.samples import SAMPLES
 from tests.kernels.test_products import close, matmul, matmul_kernel, numbers, one, pack, poison, prepared, scratch
 from tests.kernels.test_slices import check_ranks
 from tinyvllm.backends.cpu import tiles
 from tinyvllm.backends.cpu.compile import _ALONE, _COMMON
 from tinyvllm.backends.cpu.toolchain import CPU_TARGETS, cpu_features, provide_compiler
+from tinyvllm.backends.cpu.variants import cpu_variants
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernel_text
 from tinyvllm.quant.codecs import bf16_to_f32
@@ -90,6 +91,33 @@ def test_integers_have_the_bits_of_dot_products(format: str) -> None:
 
 
 @emulated
+@pytest.mark.parametrize("I, T", [(3072, 40), pytest.param(5632, 200, marks=pytest.mark.long)], ids=["one piece", "two pieces"])
+def test_long_rows_have_the_same_bits_in_two_passes(I: int, T: int) -> None:
+    """Rows of which half of the columns are multiplied at a time, and the sums of the first half wait in the output."""
+    weight, x, residual = numbers(41, I), numbers(T, I), numbers(T, 41, seed=1)
+    panels, _ = pack(weight, "BF16")
+    kernel = matmul_kernel(I, 41, "BF16", "amx", residual=1)
+    got = matmul(kernel, x, panels, residual)
+    rows = (0, 15, 16, T - 1)
+    alone = [matmul(kernel, np.ascontiguousarray(x[t : t + 1]), panels, np.ascontiguousarray(residual[t : t + 1])) for t in rows]
+    assert (got[list(rows)].view(np.uint32) == np.concatenate(alone).view(np.uint32)).all()
+
+
+@pytest.mark.skipif(bool(cpu_variants().get("amx", "another architecture")), reason="no AMX here, or no leave to use it")
+@pytest.mark.parametrize("format", ["BF16", "Q8_0", "Q4_K", "Q3_K"])
+@pytest.mark.parametrize("T", [1, 9, 33, 130])
+def test_the_processor_computes_what_is_emulated(format: str, T: int) -> None:
+    I = packable_width(format, 352)
+    panels, _ = pack(numbers(40, I), format)
+    kernel, x = matmul_kernel(I, 40, format, "amx"), numbers(T, I)
+    x[0, 0] = 2.0**-127  # a subnormal
+    emulated = matmul(kernel, x, panels)
+    with real_tiles():
+        got = matmul(kernel, x, panels)
+    assert (got.view(np.uint32) == emulated.view(np.uint32)).all()
+
+
+@emulated
 @pytest.mark.long
 @pytest.mark.parametrize("format", ["BF16", "Q4_K"])
 def test_gate_and_up_have_the_bits_of_a_row_alone(format: str) -> None:
@@ -113,7 +141,7 @@ def test_the_sums_of_ranks_are_those_of_one_process(format: str) -> None:
     check_ranks(packable_width(format, 352), format, "amx", (2,))
 
 
-@pytest.mark.parametrize("name, instruction", [("matmul BF16", "tdpbf16ps"), ("matmul Q4_0", "tdpbsud")])
+@pytest.mark.parametrize("name, instruction", [("matmul BF16", "tdpbf16ps"), ("matmul Q4_0", "tdpbssd"), ("matmul Q4_K", "tdpbsud")])
 def test_the_real_instructions_are_compiled(name: str, instruction: str) -> None:
     kernel, _ = SAMPLES[name]("amx")
     flags = [flag for flag in (*_COMMON, *_ALONE) if flag != "-c"]

@@ -9,11 +9,11 @@
 // The work of a product is units of a task and a run of pairs of panels of its expert: only chosen experts are read, and one row with
 // several experts is shared by all threads. Nothing of this changes a pair's bits.
 #pragma once
-#include "product.h"
-#include "thread_team.h"
 
 #define PIECE 96      // places; a multiple of twelve and of 32
 #define TILE_ROWS 32  // prepared rows in the area that each of up to 64 threads has in the scratch of a product
+#include "product.h"
+#include "thread_team.h"
 _Static_assert(MAX_TOKENS <= TILE_ROWS, "a tile has its place");
 
 struct task {

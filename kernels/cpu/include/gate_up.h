@@ -33,9 +33,19 @@ static inline int pairs_in_run(int pairs, int threads) {
 #define GATE_ROWS (MAX_RUN * STREAM_TOKENS > MAX_TOKENS ? MAX_RUN * STREAM_TOKENS : MAX_TOKENS)
 static inline float *run_tile(float *tiles, int pair) { return tiles + pair * STREAM_TOKENS * 32; }
 
-static inline void pair_dot(const uint8_t *weight, int pair, const uint8_t *next_panel, const uint8_t *x, int tokens, float *tile) {
+// Where results from feature f on will be written, for panel_dot; rows of experts are not neighbours.
+static inline const float *place_of(float *const *outs, int f) {
+#ifdef TILE_ROWS
+  return 0;
+#else
+  return outs[0] + f;
+#endif
+}
+
+static inline void pair_dot(const uint8_t *weight, int pair, const uint8_t *next_panel, const uint8_t *x, int tokens, float *tile,
+                            const float *out) {
   const uint8_t *a = weight + 2 * pair * PANEL;
-  panel_dot(a, 2 * pair + 1 < GATE_PANELS ? a + PANEL : a, next_panel, x, tokens, tile, 32);
+  panel_dot(a, 2 * pair + 1 < GATE_PANELS ? a + PANEL : a, next_panel, x, tokens, (struct results){tile, 32, out, F});
 }
 
 static inline v16 gated(v16 gate, v16 up) {
@@ -66,9 +76,11 @@ static inline void gate_up_run(const uint8_t *gate, const uint8_t *up, int first
   float gates[GATE_ROWS * 32], ups[MAX_TOKENS * 32];
   const uint8_t *last = HALF == BOTH ? up + 2 * first * PANEL : next;
   for (int pair = first; HALF != UP && pair < end; pair++)
-    pair_dot(gate, pair, pair + 1 < end ? gate + 2 * (pair + 1) * PANEL : last, x_rows, tokens, run_tile(gates, pair - first));
+    pair_dot(gate, pair, pair + 1 < end ? gate + 2 * (pair + 1) * PANEL : last, x_rows, tokens, run_tile(gates, pair - first),
+             HALF == GATE ? place_of(outs, pair * 32) : 0);
   for (int pair = first; pair < end; pair++) {
-    if (HALF != GATE) pair_dot(up, pair, pair + 1 < end ? up + 2 * (pair + 1) * PANEL : next, x_rows, tokens, ups);
+    if (HALF != GATE)
+      pair_dot(up, pair, pair + 1 < end ? up + 2 * (pair + 1) * PANEL : next, x_rows, tokens, ups, place_of(outs, pair * 32));
     for (int r = 0; r < tokens; r++) {
       const float *own = BIAS ? biases[r] : 0;
       finish_row(outs[r], run_tile(gates, pair - first) + r * 32, ups + r * 32, own, pair * 32);

@@ -51,13 +51,23 @@
 #if BY_TILES && INTEGERS  // from nine rows on, tiles: sixteen rows cost them what nine or ten cost dot products
 #define TILES(TILE) TILE(1, 1) TILE(1, 2) TILE(1, 4) TILE(1, 8)
 #define STREAM_TOKENS 8
-#define MAX_TOKENS 32
-#define WIDE 32
+#ifdef TILE_ROWS  // of experts, whose rows are gathered
+#define MAX_TOKENS TILE_ROWS
+#else
+#define MAX_TOKENS 64  // a panel is unpacked once for them
+#endif
+#define WIDE MAX_TOKENS
 #elif BY_TILES
 #define TILES(TILE)
 #define STREAM_TOKENS 16
-#define MAX_TOKENS 32
-#define WIDE 32
+#ifdef TILE_ROWS
+#define MAX_TOKENS TILE_ROWS
+#else  // rows that take half of an L2 of 2 MB; of long rows half of the columns at a time
+#define PASSES (SLICES >= 4 && PREPARED > 6000 ? 2 : 1)
+#define ROWS_IN_L2 (1100000 * PASSES / PREPARED / 32 * 32)
+#define MAX_TOKENS (ROWS_IN_L2 > 256 ? 256 : ROWS_IN_L2 < 64 ? 64 : ROWS_IN_L2)
+#endif
+#define WIDE MAX_TOKENS
 #elif defined(LANES_AVX512) && (INTEGERS || GROUPS)
 #define TILES(TILE) TILE(1, 1) TILE(1, 2) TILE(1, 4) TILE(1, 6) TILE(1, 8) TILE(1, 12)
 #define MAX_TOKENS 12
@@ -83,6 +93,9 @@
 #define TILES(TILE) TILE(1, 1) TILE(1, 2) TILE(1, 4) TILE(1, 6)
 #define MAX_TOKENS 6
 #define WIDE 6
+#endif
+#ifndef PASSES
+#define PASSES 1  // runs of slices whose sums are in the output between them
 #endif
 #ifndef STREAM_TOKENS
 #define STREAM_TOKENS MAX_TOKENS  // rows, at most, that multiply weights as they come from memory
@@ -288,6 +301,15 @@ INLINE void dot_tile(const int panels, const int tokens, const uint8_t *panel, l
 TILES(DOT)
 #undef DOT
 
+// The sums of a tile, and where the caller will write its results.
+struct results {
+  float *tile;
+  int pitch;
+  const float *out;
+  long out_pitch;
+};
+enum { ALL_PASSES = -1 };
+
 #include "unpacked.h"
 
 #include "tiles.h"  // after what it takes its parts from
@@ -297,25 +319,52 @@ static inline int tile_tokens(int left) { return left <= MAX_TOKENS ? left : WID
 
 // tile[t * pitch + r] = row t of x . row r of panel `a` for r < 16, row r - 16 of panel `b` above; t < tokens <= MAX_TOKENS. x: prepared
 // rows. The tile has room for MAX_TOKENS rows; rows from `tokens` on are undefined. `next_panel`: the panel that will be read next.
-static inline void panel_dot(const uint8_t *a, const uint8_t *b, const uint8_t *next_panel, const uint8_t *x, int tokens, float *tile,
-                             int pitch) {
-#define DOT(panels, most)                                                          \
-  if (tokens <= most) {                                                            \
-    dot_##panels##_##most(a, b - a, panels == 1 ? b : next_panel, x, tile, pitch); \
-    if (panels == 1) dot_##panels##_##most(b, 0, next_panel, x, tile + 16, pitch); \
-    return;                                                                        \
+// `to.out`: where the caller will write what it makes of these columns, row t at out + t * out_pitch; null where that is not in one place.
+static inline void panel_dot(const uint8_t *a, const uint8_t *b, const uint8_t *next_panel, const uint8_t *x, int tokens,
+                             struct results to) {
+#define DOT(panels, most)                                                                \
+  if (tokens <= most) {                                                                  \
+    dot_##panels##_##most(a, b - a, panels == 1 ? b : next_panel, x, to.tile, to.pitch); \
+    if (panels == 1) dot_##panels##_##most(b, 0, next_panel, x, to.tile + 16, to.pitch); \
+    return;                                                                              \
   }
   TILES(DOT)
 #undef DOT
 #if BY_TILES
-  dot_by_tiles(a, b, next_panel, x, tokens, tile, pitch);
+  dot_by_tiles(ALL_PASSES, a, b, next_panel, x, tokens, to);
 #elif UNPACKS
-  dot_unpacked(a, b, x, tokens, tile, pitch);
-  dot_unpacked(b, next_panel, x, tokens, tile + 16, pitch);
+  dot_unpacked(a, b, x, tokens, to.tile, to.pitch);
+  dot_unpacked(b, next_panel, x, tokens, to.tile + 16, to.pitch);
 #endif
 }
 
+// panel_dot of one of PASSES runs of slices, whose sums the caller adds, or of ALL_PASSES.
+static inline void pass_dot(int pass, const uint8_t *a, const uint8_t *b, const uint8_t *next_panel, const uint8_t *x, int tokens,
+                            struct results to) {
+#if BY_TILES
+  if (pass != ALL_PASSES) {
+    dot_by_tiles(pass, a, b, next_panel, x, tokens, to);
+    return;
+  }
+#endif
+  panel_dot(a, b, next_panel, x, tokens, to);
+}
+
 // --- units of work
+
+#define PIECE_ROWS 96  // a multiple of twelve and of 32
+
+// How many of `count` rows meet all panels before the next rows. By tiles: pieces of about the same size, whose prepared rows stay in a core's
+// L2 (from the L3 a core was fed at a third of that). By lanes: all, or some if `few` runs of panels are there, which make too few units.
+static inline int rows_in_piece(int count, int few) {
+#if BY_TILES
+  const int pieces = (count + MAX_TOKENS - 1) / MAX_TOKENS;
+  (void)few;
+  return pieces > 1 ? ((count + pieces - 1) / pieces + 31) / 32 * 32 : count > 0 ? count : 1;
+#else
+  return few ? PIECE_ROWS : count > 0 ? count : 1;
+#endif
+}
 
 // How many of all `pairs` of panels make a unit of work: some 128 KB of memory in one run, but at least eight units a thread.
 static inline int pairs_in_unit(int pairs, int threads) {

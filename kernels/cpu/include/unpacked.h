@@ -7,8 +7,10 @@
 #define PIECE_PARTS (256 / PART)  // parts unpacked together
 #if BY_TILES
 #define TOGETHER 16  // rows whose sums are in registers together
+#define ROWS_WITH_SUMS ((tokens + 15) / 16 * 16)
 #else
 #define TOGETHER 6
+#define ROWS_WITH_SUMS MAX_TOKENS
 #endif
 
 struct unpacked_part {
@@ -35,7 +37,7 @@ INLINE void unpack_parts(struct unpacked_part *to, const uint8_t *panel, const u
 
 // acc[t] += `count` parts, from number `part` of the row on; t < tokens. x: the first of these rows.
 #if BY_TILES
-NOINLINE void dot_parts_of_rows(const struct unpacked_part *parts, int part, int count, const uint8_t *x, int tokens, v16 *acc);  // tiles.h
+static inline void dot_parts_of_rows(struct unpacked_part *parts, int part, int count, const uint8_t *x, int tokens, v16 *acc);  // tiles.h
 #else
 INLINE void dot_parts(const int tokens, const struct unpacked_part *parts, int part, int count, const uint8_t *x, v16 *acc) {
   v16 sums[TOGETHER];
@@ -67,13 +69,13 @@ NOINLINE void dot_unpacked(const uint8_t *panel, const uint8_t *next_panel, cons
   v16 acc[MAX_TOKENS], waiting[WAITING][MAX_TOKENS];
   for (int slice = 0; slice < SLICES; slice++) {
     const int start = (int)(BEFORE + slice_column(slice)) / PART, end = (int)(BEFORE + slice_column(slice + 1)) / PART;
-    for (int t = 0; t < MAX_TOKENS; t++) acc[t] = v16_set(0.0f);
+    for (int t = 0; t < ROWS_WITH_SUMS; t++) acc[t] = v16_set(0.0f);
     for (int part = start, count; part < end; part += count) {
       count = end - part < PIECE_PARTS ? end - part : PIECE_PARTS;
       unpack_parts(parts, panel, next_panel, part, count);
       dot_parts_of_rows(parts, part, count, x, tokens, acc);
     }
-    for (int t = 0; t < MAX_TOKENS; t += TOGETHER) add_slice(TOGETHER, slice, acc + t, (v16(*)[MAX_TOKENS])(waiting[0] + t));
+    for (int t = 0; t < ROWS_WITH_SUMS; t += TOGETHER) add_slice(TOGETHER, slice, acc + t, (v16(*)[MAX_TOKENS])(waiting[0] + t));
   }
   for (int t = 0; t < tokens; t++) v16_store(tile + t * pitch, acc[t]);
 }

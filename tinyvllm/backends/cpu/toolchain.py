@@ -105,7 +105,7 @@ def _none_found() -> list[str]:
 
 # What each row of the CPU kernels is compiled for. `plain` is the base of the machine's own architecture.
 CPU_TARGETS: dict[str, tuple[str, ...]] = {
-    "amx": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    "amx": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mavx512vbmi", "-mprfchw", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     "avx512": ("-march=x86-64-v4",),
     "avxvnni": ("-march=x86-64-v3", "-mavxvnni"),
     "avx2": ("-march=x86-64-v3",),
