@@ -25,7 +25,8 @@
 
 #include "arguments.h"  // the last one
 
-static inline void add_earlier(float *tile, const float *out, int columns);
+static inline void multiply_pair(float *out, const uint8_t *prepared, const uint8_t *weight, int pair, int next, int pass, int from, int to,
+                                 const float *biases, const float *residuals);
 static inline void finish_row(float *out, float *tile, const float *biases, const float *residuals, int columns);
 static inline v16 finish_16(v16 y, const float *biases, const float *residuals);
 
@@ -41,31 +42,14 @@ static void matmul(float *out, void *scratch, const float *x, const void *weight
   const int pieces = (count + piece - 1) / piece, units = runs * pieces;
   const int passes = count > STREAM_TOKENS ? PASSES : 1;
   for (int pass = 0; pass < passes; pass++) {
-    if (pass) barrier(team);
+    if (pass > 0) barrier(team);
     for (int unit = next_unit(team), ahead; unit < units; unit = unit_after(team, ahead)) {
       ahead = unit_ahead(team, unit, units);
       const int from = unit / runs * piece, to = from + piece < count ? from + piece : count;
       const int first = unit % runs * run, end = first + run < pairs ? first + run : pairs;
       for (int pair = first; pair < end; pair++) {
         const int next = pair + 1 < end ? pair + 1 : likely_unit(team, unit, ahead, units) % runs * run;
-        const uint8_t *a = (const uint8_t *)weight + 2 * pair * PANEL, *b = 2 * pair + 1 < panels ? a + PANEL : a;
-        const uint8_t *next_panel = (const uint8_t *)weight + 2 * next * PANEL;
-        const int o = pair * 32, columns = O - o < 32 ? O - o : 32;
-        for (int t = from, tokens; t < to; t += tokens) {
-          float tile[MAX_TOKENS * 32];
-          tokens = tile_tokens(to - t);
-          const struct results results = {tile, 32, out + (long)t * O + o, O};
-          pass_dot(passes > 1 ? pass : ALL_PASSES, a, b, t + tokens < to ? a : next_panel, prepared + t * PREPARED, tokens, results);
-          for (int r = 0; r < tokens; r++) {
-            const long at = (long)(t + r) * O + o;
-            if (pass > 0) add_earlier(tile + r * 32, out + at, columns);
-            if (pass + 1 < passes) {
-              for (int c = 0; c < columns; c++) out[at + c] = tile[r * 32 + c];
-              continue;
-            }
-            finish_row(out + at, tile + r * 32, BIAS ? bias + (long)(t + r) * BIAS_PITCH + o : 0, RESIDUAL ? residual + at : 0, columns);
-          }
-        }
+        multiply_pair(out, prepared, weight, pair, next, passes > 1 ? pass : ALL_PASSES, from, to, bias, residual);
       }
     }
   }
@@ -76,9 +60,26 @@ static void matmul(float *out, void *scratch, const float *x, const void *weight
 #endif
 }
 
-// The sums of earlier slices join those in `tile`.
-static inline void add_earlier(float *tile, const float *out, int columns) {
-  for (int c = 0; c < columns; c++) tile[c] = out[c] + tile[c];
+// Outputs of a pair of panels for rows `from` to `to` - 1, or what a pass makes of them: between passes sums of slices are in `out`.
+static inline void multiply_pair(float *out, const uint8_t *prepared, const uint8_t *weight, int pair, int next, int pass, int from, int to,
+                                 const float *biases, const float *residuals) {
+  const uint8_t *a = weight + 2 * pair * PANEL, *b = 2 * pair + 1 < (O + 15) / 16 ? a + PANEL : a, *next_panel = weight + 2 * next * PANEL;
+  const int o = pair * 32, columns = O - o < 32 ? O - o : 32;
+  for (int t = from, tokens; t < to; t += tokens) {
+    float tile[MAX_TOKENS * 32];
+    tokens = tile_tokens(to - t);
+    const struct results results = {tile, 32, out + (long)t * O + o, O};
+    pass_dot(pass, a, b, t + tokens < to ? a : next_panel, prepared + t * PREPARED, tokens, results);
+    for (int r = 0; r < tokens; r++) {
+      const long at = (long)(t + r) * O + o;
+      float *sums = tile + r * 32;
+      for (int c = 0; pass > 0 && c < columns; c++) sums[c] = out[at + c] + sums[c];
+      if (pass == ALL_PASSES || pass + 1 == PASSES)
+        finish_row(out + at, sums, BIAS ? biases + (long)(t + r) * BIAS_PITCH + o : 0, RESIDUAL ? residuals + at : 0, columns);
+      else
+        for (int c = 0; c < columns; c++) out[at + c] = sums[c];
+    }
+  }
 }
 
 // Sixteen of a row's results, from their sums `y`.
