@@ -26,7 +26,7 @@ emulated = pytest.mark.skipif(bool(_MISSING), reason=f"the lanes next to the emu
 
 
 @emulated
-@pytest.mark.parametrize("I, O, full", [(32, 1, 0), (1120, 131, 1)])
+@pytest.mark.parametrize("I, O, full", [(32, 1, 0), (96, 33, 0), (1120, 131, 1)])
 def test_bf16_agrees_with_exact_sums(I: int, O: int, full: int) -> None:
     weight, bias = numbers(O, I), numbers(O)
     panels, values = pack(weight, "BF16")
