@@ -96,7 +96,9 @@ def test_results_do_not_make_a_commit_dirty(tmp_path: Path, monkeypatch: pytest.
         ("AuthenticAMD", 25, 0x61, "Zen 4"),
         ("AuthenticAMD", 23, 0x31, "Zen 2"),
         ("AuthenticAMD", 26, 2, "Zen 5"),
-        ("GenuineIntel", 6, 143, "family 6 model 143"),
+        ("GenuineIntel", 6, 143, "Sapphire Rapids"),
+        ("GenuineIntel", 6, 207, "Emerald Rapids"),
+        ("GenuineIntel", 6, 85, "family 6 model 85"),
     ],
 )
 def test_core_is_told_from_family_and_model(vendor: str, family: int, model: int, expected: str) -> None:
