@@ -38,17 +38,17 @@ static void matmul(float *out, void *scratch, const float *x, const void *weight
   barrier(team);
 
   const int run = pairs_in_unit(pairs, team->threads), runs = (pairs + run - 1) / run;
-  const int piece = rows_in_piece(count, runs < 4 * team->threads);
+  const int piece = rows_in_piece(count, runs, 4 * team->threads);
   const int pieces = (count + piece - 1) / piece, units = runs * pieces;
   const int passes = count > STREAM_TOKENS ? PASSES : 1;
   for (int pass = 0; pass < passes; pass++) {
     if (pass > 0) barrier(team);
     for (int unit = next_unit(team), ahead; unit < units; unit = unit_after(team, ahead)) {
       ahead = unit_ahead(team, unit, units);
-      const int from = unit / runs * piece, to = from + piece < count ? from + piece : count;
-      const int first = unit % runs * run, end = first + run < pairs ? first + run : pairs;
+      const int from = piece_of(unit, runs, pieces) * piece, to = from + piece < count ? from + piece : count;
+      const int first = run_of(unit, runs, pieces) * run, end = first + run < pairs ? first + run : pairs;
       for (int pair = first; pair < end; pair++) {
-        const int next = pair + 1 < end ? pair + 1 : likely_unit(team, unit, ahead, units) % runs * run;
+        const int next = pair + 1 < end ? pair + 1 : run_of(likely_unit(team, unit, ahead, units), runs, pieces) * run;
         multiply_pair(out, prepared, weight, pair, next, passes > 1 ? pass : ALL_PASSES, from, to, bias, residual);
       }
     }

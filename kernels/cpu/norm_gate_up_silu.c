@@ -25,15 +25,15 @@ static void norm_gate_up_silu(float *out, void *scratch, const float *x, NORM_AR
   for (int t = next_unit(team); t < count; t = next_unit(team)) prepare_normed(prepared + t * PREPARED, x + (long)t * E, norm, 0);
   barrier(team);
 
-  const int piece = rows_in_piece(count, pairs < 4 * team->threads);
+  const int piece = rows_in_piece(count, pairs, 4 * team->threads);
   const int run = count <= STREAM_TOKENS ? pairs_in_run(pairs, team->threads) : 1, runs = (pairs + run - 1) / run;
   const int pieces = (count + piece - 1) / piece, units = runs * pieces;
   for (int unit = next_unit(team), ahead; unit < units; unit = unit_after(team, ahead)) {
     ahead = unit_ahead(team, unit, units);
-    const int first = unit % runs * run, end = first + run < pairs ? first + run : pairs;
-    const int from = unit / runs * piece, to = from + piece < count ? from + piece : count;
+    const int first = run_of(unit, runs, pieces) * run, end = first + run < pairs ? first + run : pairs;
+    const int from = piece_of(unit, runs, pieces) * piece, to = from + piece < count ? from + piece : count;
     const uint8_t *gate = (const uint8_t *)weight, *up = HALF == BOTH ? gate + GATE_PANELS * PANEL : gate;
-    const uint8_t *next_panel = gate + 2 * (likely_unit(team, unit, ahead, units) % runs * run) * PANEL;
+    const uint8_t *next_panel = gate + 2 * (run_of(likely_unit(team, unit, ahead, units), runs, pieces) * run) * PANEL;
     for (int t = from, tokens; t < to; t += tokens) {
       float *outs[MAX_TOKENS];
       const float *biases[MAX_TOKENS];

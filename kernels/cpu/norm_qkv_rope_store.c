@@ -83,13 +83,14 @@ static void norm_qkv_rope_store(float *q, cached *keys, void *keys_again, void *
   for (int t = next_unit(team); t < count; t = next_unit(team)) prepare_normed(prepared + t * PREPARED, x + (long)t * E, norm, norm_bias);
   barrier(team);
 
-  const int piece = rows_in_piece(count, heads < 8 * team->threads);
+  const int piece = rows_in_piece(count, heads, 8 * team->threads);
   const int pieces = (count + piece - 1) / piece, units = heads * pieces;
   for (int unit = next_unit(team), ahead; unit < units; unit = unit_after(team, ahead)) {
     ahead = unit_ahead(team, unit, units);
-    const int likely = likely_unit(team, unit, ahead, units) % heads;
+    const int likely = run_of(likely_unit(team, unit, ahead, units), heads, pieces);
     const uint8_t *next_panel = (const uint8_t *)weight + (long)(likely < MAIN ? likely : MAIN - 1) * (D / 16) * PANEL;
-    const int head = unit % heads, from = unit / heads * piece, to = from + piece < count ? from + piece : count;
+    const int head = run_of(unit, heads, pieces), from = piece_of(unit, heads, pieces) * piece,
+              to = from + piece < count ? from + piece : count;
     const uint8_t *first = (const uint8_t *)weight + (long)head * (D / 16) * PANEL;
     for (int t = from, tokens; t < to; t += tokens) {
       float tile[MAX_TOKENS * PITCH];

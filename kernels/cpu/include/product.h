@@ -354,17 +354,22 @@ static inline void pass_dot(int pass, const uint8_t *a, const uint8_t *b, const 
 
 #define PIECE_ROWS 96  // a multiple of twelve and of 32
 
-// How many of `count` rows meet all panels before the next rows. By tiles: pieces of about the same size, whose prepared rows stay in a core's
-// L2 (from the L3 a core was fed at a third of that). By lanes: all, or some if `few` runs of panels are there, which make too few units.
-static inline int rows_in_piece(int count, int few) {
+// How many of `count` rows meet panels before the next rows, where `runs` of panels are to become `least` units. By tiles: pieces of about the
+// same size, whose prepared rows stay in a core's L2 (from the L3 a core was fed at a third of that). By lanes: all rows, or PIECE_ROWS.
+static inline int rows_in_piece(int count, int runs, int least) {
 #if BY_TILES
-  const int pieces = (count + MAX_TOKENS - 1) / MAX_TOKENS;
-  (void)few;
+  int pieces = (count + MAX_TOKENS - 1) / MAX_TOKENS;
+  const int most = (count + 31) / 32, wanted = (least + runs - 1) / runs;
+  if (pieces < wanted) pieces = wanted < most ? wanted : most;
   return pieces > 1 ? ((count + pieces - 1) / pieces + 31) / 32 * 32 : count > 0 ? count : 1;
 #else
-  return few ? PIECE_ROWS : count > 0 ? count : 1;
+  return runs < least ? PIECE_ROWS : count > 0 ? count : 1;
 #endif
 }
+
+// The piece of a unit, and its run of panels. By tiles all runs meet a piece before the next one; by lanes pieces share a run's weights.
+static inline int piece_of(int unit, int runs, int pieces) { return BY_TILES ? unit / runs : unit % pieces; }
+static inline int run_of(int unit, int runs, int pieces) { return BY_TILES ? unit % runs : unit / pieces; }
 
 // How many of all `pairs` of panels make a unit of work: some 128 KB of memory in one run, but at least eight units a thread.
 static inline int pairs_in_unit(int pairs, int threads) {
