@@ -54,9 +54,11 @@ def real_tiles() -> Iterator[None]:
     global _emulates_tiles
     load.cache_clear()
     _emulates_tiles = False
-    yield
-    load.cache_clear()
-    _emulates_tiles = True
+    try:
+        yield
+    finally:
+        load.cache_clear()
+        _emulates_tiles = True
 
 
 def _load_shared(kernel: Kernel, extra: tuple[str, ...]) -> Callable[..., None]:

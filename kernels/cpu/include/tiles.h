@@ -93,8 +93,8 @@ INLINE void add_ints_of_part(const struct unpacked_part *parts, int part, const 
 #endif
 }
 
-// acc[t] += `count` parts, from number `part` of the row on, for sixteen rows from x on. One part after the other: with four in tiles at a time
-// their stores, 4 KB, were false dependencies of every load after them (a quarter slower).
+// acc[t] += `count` parts, from number `part` of the row on, for sixteen rows from x on. One part after the other: four in tiles at a
+// time, or the next one's tiles meanwhile, was slower or no faster (decision 81).
 NOINLINE void dot_parts_of_block(const struct unpacked_part *parts, int part, int count, const uint8_t *x, v16 *acc) {
   v16 sums[16];
   UNROLL for (int t = 0; t < 16; t++) sums[t] = acc[t];
@@ -116,7 +116,7 @@ static inline void dot_parts_of_rows(struct unpacked_part *parts, int part, int 
 #define TILE_BYTES (PANEL_BLOCK_BYTES / BLOCK * TILE_COLUMNS)
 
 // What comes to the caches while panels are multiplied: `lines` of each of the next two panels for a step of 32 columns, to the L2; and where
-// the caller will write its results, a row each second step. Stores that miss are as slow as a third of the products.
+// the caller will write its results, a row each second step. Stores that missed took a quarter of the time.
 struct coming {
   const uint8_t *panels;
   int lines, rows;  // rows of results that are still to come
