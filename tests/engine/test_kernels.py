@@ -179,23 +179,37 @@ def test_every_row_follows_the_reference(wide: Callable[[str], Path], name: str,
     assert off.max() < FORMATS[format].most
 
 
-STORIES = ["Once upon a time", "One day", "There was once a", "The", "What is"]
+# In none of them is a greedy step of the reference a near tie: its two best logits are at least CLEAR apart. Stories of less told by
+# products of other orders of sums (AMX, AVX-512) differ after the tie, though no logit is further off.
+STORIES = ["Tom and", "A cat", "A little", "Yesterday", "The sun"]
+CLEAR = 0.04
 
 
 @functools.cache
-def bundled(row: str) -> tuple[np.ndarray, list[list[int]]]:
+def bundled(row: str) -> tuple[list[np.ndarray], list[list[int]]]:
+    """Greedy tokens of every story, and the logits of each position of the reference's: float32 [tokens, vocabulary]."""
+    asked = [] if row == "ref" else bundled("ref")[1]
     with kernels(row), LLM(device="CPU", max_model_len=128, max_num_seqs=8) as llm:
         outputs = llm.generate(STORIES, SamplingParams(temperature=0.0, max_tokens=32))
-        logits = llm.prompt_logits([*outputs[0].prompt_token_ids, *outputs[0].outputs[0].token_ids])
+        told = [output.outputs[0].token_ids for output in outputs]
+        logits = [llm.prompt_logits([*output.prompt_token_ids, *ids]) for output, ids in zip(outputs, asked or told, strict=True)]
         check_reference() if row == "ref" else check_rows("bundled", row)
-    return logits, [output.outputs[0].token_ids for output in outputs]
+    return logits, told
+
+
+def test_no_story_has_a_near_tie() -> None:
+    for logits, ids in zip(*bundled("ref"), strict=True):
+        best = np.sort(logits[-len(ids) - 1 : -1], axis=1)
+        assert (best[:, -1] - best[:, -2]).min() > CLEAR
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_the_bundled_model_tells_the_same_stories(row: str) -> None:
-    (logits, tokens), (expected, stories) = bundled(row), bundled("ref")
+    expected, stories = bundled("ref")
+    logits, tokens = bundled(row)
     assert tokens == stories
-    assert np.abs(logits - expected).max() < 0.2, "bfloat16, and logits up to 23"
+    for got, wanted in zip(logits, expected, strict=True):
+        assert np.abs(got - wanted).max() < 0.1, "bfloat16, and logits up to 23"
 
 
 # --- the same bits in any batch
