@@ -1,7 +1,7 @@
 """One model in several processes against one process with as many threads, in turn; and what the ranks' sums take by themselves.
 
     python -m benchmarks.parallel --shape tinyllama-1.1b --ways tensor,pipeline,context --ranks 2
-    python -m benchmarks.parallel --device CUDA --shape llama-3.1-8b --ways tensor,host,pipeline      # on several GPUs
+    python -m benchmarks.parallel --device CUDA --shape llama-3.1-8b --ways tensor,host,pipeline,context   # on several GPUs
 
 A contestant is an engine in a process of its own (benchmarks.compare.play_tinyvllm), whose ranks share the machine's threads. `decode` is
 one sequence, `batch` are eight, `prefill` is a prompt of 512 tokens. `all_reduce` is the kernel by itself for one row of 2,048 numbers,
@@ -48,14 +48,14 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="tinyllama-1.1b")
     parser.add_argument("--format", default="BF16", help="BF16 or a GGUF format")
     parser.add_argument("--device", choices=("CPU", "CUDA"), default="CPU")
-    parser.add_argument("--ways", help="default tensor,pipeline,context; on CUDA tensor,host,pipeline")
+    parser.add_argument("--ways", help="default tensor,pipeline,context; on CUDA tensor,host,pipeline,context")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--context", type=int, default=16, help="tokens of the sequences that decode")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where checkpoints are kept; a temporary folder otherwise")
     options = parser.parse_args()
-    options.ways = options.ways or ("tensor,pipeline,context" if options.device == "CPU" else "tensor,host,pipeline")
+    options.ways = options.ways or ("tensor,pipeline,context" if options.device == "CPU" else "tensor,host,pipeline,context")
     if options.device == "CPU":
         all_reduce(options.rounds)
     with ExitStack() as stack:

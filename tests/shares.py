@@ -33,6 +33,7 @@ SHARES: dict[str, int] = {
     "emulator/test_ahead.py::test_new_blocks_arrive_during_reused_decodes": 0,
     "emulator/test_ahead.py::test_steps_captured_on_padding_only_give_the_same_tokens": 0,
     "emulator/test_ahead.py::test_the_host_reads_each_token_where_a_request_needs_it": 0,
+    "emulator/test_context.py::test_places": 0,
     "emulator/test_devices.py::test_a_cpu_stage_that_is_killed_ends_the_engine": 0,
     "emulator/test_devices.py::test_greedy_tokens_are_those_of_one_device": 0,
     "emulator/test_devices.py::test_layers_are_divided_by_memory_as_planned": 0,

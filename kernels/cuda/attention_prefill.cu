@@ -3,12 +3,14 @@
 //
 //   out           [T, H, D] float32          only rows of the chunk sequences are written; meanwhile they hold the merged sections
 //   q             [T, H, D] float32
-//   cache         [P, 2, K, S, D] CACHE_TYPE keys at [:, 0], values at [:, 1]; includes this step's
+//   cache         [P, 2, K, S, D] CACHE_TYPE keys at [:, 0], values at [:, 1]; includes this step's. If WORLD > 1 cache0, cache1, ...: the blocks
+//                                            of each rank (own_keys.cuh), under the numbers that they have in its pool
 //   block_tables  [B, M] int32
 //   context_lens  [B] int32                  tokens in the cache, including this step's
 //   query_starts  [B + 1] int32              sequence b has rows query_starts[b] to query_starts[b + 1] - 1; its last row has position
 //                                            context_lens[b] - 1
 //   sinks         [H] float32, if SINKS      attention.cuh
+//   step_rows     [1] int32, if WORLD > 1    rows of the step; only those of this rank are computed (rank_rows.cuh), and neighbours of them
 //   chunks        [2] int32                  first chunk sequence, number of chunk sequences
 //
 // Constants: those of attention.cuh; WARPS; STAGES, 1 or 2, of STAGE_KEYS: 128 or 64 keys, with their values; or, for D > 128 where shared
@@ -37,25 +39,28 @@
 
 #if STAGE_KEYS < 64
 template <int PART>
-DEVICE void attend_parts(RowState &state, float (&s)[TILE / 8][4], const Queries &queries, u8 *stages, const Work &work, const uint4 *cache,
+DEVICE void attend_parts(RowState &state, float (&s)[TILE / 8][4], const Queries &queries, u8 *stages, const Work &work, const Pools &pools,
                          int start, const WarpRows &rows);
 #else
 DEVICE void attend_tile(RowState &state, const Queries &queries, const u8 *keys, const u8 *values, int start, const WarpRows &rows);
 #endif
 
+constexpr int ALIGNED = WORLD > 1 && STAGE_KEYS > TILE ? STAGE_KEYS : TILE;  // the keys of a stage are one rank's
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    attention_prefill(float *out, const float *q, const uint4 *cache, const int *block_tables, const int *context_lens,
-                      const int *query_starts, SINKS_ARGUMENT const int *chunks) {
+    attention_prefill(float *out, const float *q, POOL_ARGUMENTS const int *block_tables, const int *context_lens, const int *query_starts,
+                      SINKS_ARGUMENT ROWS_ARGUMENT const int *chunks) {
   await_previous();
+  const Pools pools = POOLS;
   DYNAMIC_SHARED(shared);
   Work work;
-  if (!find_work(work, block_tables, context_lens, query_starts, chunks)) return;
+  if (!find_work(work, block_tables, context_lens, query_starts, chunks) || !is_own(work, ROWS_POINTER)) return;
   if (HALVES == 2) out += blockIdx.y % HALVES * VALUES;
-  const int first = first_key(work), end = end_key(work), first_tile = first & -TILE;
+  const int first = first_key(work), end = end_key(work), first_tile = first & -ALIGNED;
 #if STAGE_KEYS < 64
-  request_part<0>(shared, work, cache, first_tile);
+  request_part<0>(shared, work, pools, first_tile);
 #else
-  copy_stage(shared, work, cache, first_tile, first, end);
+  copy_stage(shared, work, pools, first_tile, first, end);
 #endif
   const WarpRows rows = rows_of_warp(work);
   Queries queries;
@@ -75,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if STAGE_KEYS < 64
   for (int start = first_tile; start < end; start += TILE) {
     float s[TILE / 8][4];
-    attend_parts<0>(state, s, queries, shared, work, cache, start, rows);
+    attend_parts<0>(state, s, queries, shared, work, pools, start, rows);
     if (sees_tile(rows, start)) end_tile(section, state, max, sum, any_section, work, out, SINKS_POINTER, start, rows);
   }
 #else
@@ -84,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const bool more = base + STAGE_KEYS < end;
     copy_wait<0>();
     __syncthreads();
-    if (STAGES > 1 && more) copy_stage(shared + (stage ^ 1) * STAGE_BYTES, work, cache, base + STAGE_KEYS, first, end);
+    if (STAGES > 1 && more) copy_stage(shared + (stage ^ 1) * STAGE_BYTES, work, pools, base + STAGE_KEYS, first, end);
     const u8 *current = shared + stage * STAGE_BYTES;
 #pragma unroll 1
     for (int start = base; start < base + STAGE_KEYS; start += TILE) {
@@ -95,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     if (STAGES == 1) {
       __syncthreads();
-      if (more) copy_stage(shared, work, cache, base + STAGE_KEYS, first, end);
+      if (more) copy_stage(shared, work, pools, base + STAGE_KEYS, first, end);
     } else {
       stage ^= 1;
     }
@@ -108,17 +113,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if STAGE_KEYS < 64
 // The tile at `start` from its part PART on, by all warps together; one whose rows do not see the tile only copies. `s`: scores so far.
 template <int PART>
-DEVICE void attend_parts(RowState &state, float (&s)[TILE / 8][4], const Queries &queries, u8 *stages, const Work &work, const uint4 *cache,
+DEVICE void attend_parts(RowState &state, float (&s)[TILE / 8][4], const Queries &queries, u8 *stages, const Work &work, const Pools &pools,
                          int start, const WarpRows &rows) {
   constexpr int FIRST = PART % SIDE_PARTS * STAGE_KEYS;
-  const u8 *part = begin_part<PART>(stages, work, cache, start);
+  const u8 *part = begin_part<PART>(stages, work, pools, start);
   if (sees_tile(rows, start)) {
     if constexpr (PART < SIDE_PARTS) score<FIRST, STAGE_KEYS>(s, queries, part + key_lane_offset());
     else add_values<FIRST, STAGE_KEYS>(state, s, part + value_lane_offset());
     if (PART == SIDE_PARTS - 1) weigh(s, state, start, rows);
   }
-  end_part<PART>(stages, work, cache, start);
-  if constexpr (PART + 1 < TILE_PARTS) attend_parts<PART + 1>(state, s, queries, stages, work, cache, start, rows);
+  end_part<PART>(stages, work, pools, start);
+  if constexpr (PART + 1 < TILE_PARTS) attend_parts<PART + 1>(state, s, queries, stages, work, pools, start, rows);
 }
 #else
 DEVICE void attend_tile(RowState &state, const Queries &queries, const u8 *keys, const u8 *values, int start, const WarpRows &rows) {

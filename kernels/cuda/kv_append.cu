@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(256)
     __syncwarp();
     for (int d = lane; d < D; d += 32) numbers[warp][d] = from[d];
     __syncwarp();
-    store_packed_row(pool, slots[t], i / K, i % K, numbers[warp], lane);
+    store_packed_row(pool, own_slot(slots[t]), i / K, i % K, numbers[warp], lane);
   }
 }
 
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(1024)
   constexpr int FOURS = D / 4;
   const int t = blockIdx.x;
   if (t >= rows[0]) return;
-  const int slot = slots[t];
+  const int slot = own_slot(slots[t]);
   if (slot < 0) return;
   CachedFour *keys = pool + ((s64)(slot / S) * 2 * K * S + slot % S) * FOURS, *values = keys + (s64)K * S * FOURS;
   for (int i = threadIdx.x; i < K * FOURS; i += blockDim.x) {

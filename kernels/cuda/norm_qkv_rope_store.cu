@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 
 // Finishes y [D] in shared memory, a head of a token with its bias, by a whole warp.
 DEVICE void finish_row(const Heads &heads, float *y, int token, int head) {
-  const int slot = head < H ? 0 : heads.slots[token];
+  const int slot = head < H ? 0 : own_slot(heads.slots[token]);
   finish_head(y, lane_of(), token, slot, head, heads.q, heads.keys, head < H ? heads.q_norm : heads.k_norm, heads.angles + token * R);
 }
 
@@ -155,7 +155,7 @@ DEVICE void read_operands(Operands &operands, const Heads &heads, int unit) {
     if (token >= TOKENS) continue;
     if (BIAS) operands.bias[i] = make_float2(heads.bias_of(token, head)[d], heads.bias_of(token, head)[d + D / 2]);
     if (R > 0 && head < H + K) operands.angle[i] = make_float2(heads.angles[token * R + d], heads.angles[token * R + d + R / 2]);
-    if (head >= H) operands.slot[i] = heads.slots[token];
+    if (head >= H) operands.slot[i] = own_slot(heads.slots[token]);
   }
 }
 

@@ -59,5 +59,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) rope_store(float *q, cache
 #if R > 0
   row_angles = angles + (u64)row * R;
 #endif
-  finish_head(features, lane, row, slots[row], head, q, keys, norm, row_angles);
+  finish_head(features, lane, row, own_slot(slots[row]), head, q, keys, norm, row_angles);
 }

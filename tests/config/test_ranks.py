@@ -35,7 +35,7 @@ def test_what_several_ranks_cannot_do_is_refused_by_name(tmp_path: Path) -> None
         ({"tensor_parallel_size": 3}, ["tensor_parallel_size must be one of 1, 2, 4, 8", "got 3"]),
         ({"tensor_parallel_size": 2, "device": "METAL"}, ["tensor_parallel_size=2 runs on the CPU and on CUDA, got device=METAL"]),
         ({"pipeline_parallel_size": 2, "device": "CUDA:3"}, ["choose them by CUDA_VISIBLE_DEVICES=3,..., got device=CUDA:3"]),
-        ({"context_parallel_size": 2, "device": "CUDA"}, ["context_parallel_size=2 runs on the CPU only, got device=CUDA"]),
+        ({"context_parallel_size": 2, "device": "METAL"}, ["context_parallel_size=2 runs on the CPU and on CUDA, got device=METAL"]),
         ({"tensor_parallel_size": 2, "swap_space": "1GiB"}, ["swap_space does not work with tensor_parallel_size=2"]),
         ({"tensor_parallel_size": 2, "speculative_config": "ngram"}, ["speculative_config does not work with tensor_parallel_size=2"]),
         ({"tensor_parallel_size": 2, "prefix_cache_dir": tmp_path}, ["prefix_cache_dir does not work with tensor_parallel_size=2"]),

@@ -537,7 +537,7 @@ def integers_of(text: str, name: str) -> int | None:
 
 def meets_others(text: str) -> bool:
     """Whether blocks of the kernel wait for those of other processes, so that all of them must run at a time."""
-    return "struct Site" in text
+    return "void meet(" in text
 
 
 def without_last_block(text: str, name: str) -> str:

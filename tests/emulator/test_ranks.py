@@ -150,8 +150,6 @@ def test_logits_of_a_prompt_in_rounds(driver: Driver, monkeypatch: pytest.Monkey
 
 
 def test_what_gpus_cannot_do_is_refused_by_name(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ArgumentError, match="context_parallel_size=2 runs on the CPU only, got device=CUDA"):
-        LLM(MODEL, device="CUDA", context_parallel_size=2, max_model_len=512)
     with pytest.raises(ArgumentError, match=r"tensor_parallel_size=2 runs on the CPU and on CUDA, and ranks have the first GPUs: .*=1,"):
         LLM(MODEL, device="CUDA:1", tensor_parallel_size=2, **OPTIONS)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")

@@ -138,6 +138,13 @@ def select(stem: str, placement: Placement, shape: str, facts: ShapeFacts | None
     return None if backend is None or choice.variant == REFERENCE else Selection(backend, choice.variant)
 
 
+def first_variant(placement: Placement) -> Selection:
+    """The best variant of a device that has kernels, for an op that has no reference: nothing is chosen."""
+    backend = backend_for(placement)
+    assert backend is not None, "only kernels compute this op"
+    return Selection(Outline() if _needs else backend, usable_variants(placement)[0])
+
+
 @contextlib.contextmanager
 def collecting_needs() -> Iterator[dict[Need, Choice]]:
     """Within it, ops launch nothing and return empty tensors; the dict has what they selected kernels for, and which."""

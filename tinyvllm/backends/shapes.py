@@ -10,6 +10,7 @@ from tinyvllm.backends.kernel import Constant
 from tinyvllm.backends.operands import QKV, AdapterStack, NormWeights
 from tinyvllm.batch import PACKED_KV, Batch, KVLayout, LayerCache
 from tinyvllm.lazy_dataclass import dataclass
+from tinyvllm.placement import RankGroup
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class Heads:
     qk_eps: str
     others: tuple[int, ...] = ()  # heads of the second and the third matrix, where parts have several formats
     bias_pitch: int = 0  # as of Product
+    ranks: RankGroup | None = None  # that divide contexts
 
     @classmethod
     def of(cls, outputs: int, qkv: QKV, angles: Tensor | None, cache: LayerCache) -> Heads:
@@ -104,13 +106,14 @@ class Heads:
         K, S, D = cache.K, cache.S, cache.D
         R = 0 if angles is None else int(angles.shape[1])
         H, norms, pitch = outputs // D - 2 * K, qkv.q_norm is not None, policies.bias_pitch(qkv.bias)
-        return cls(H, K, D, S, R, cache_format(cache), qkv.bias is not None, norms, constant(qkv.qk_eps), bias_pitch=pitch)
+        biased, eps = qkv.bias is not None, constant(qkv.qk_eps)
+        return cls(H, K, D, S, R, cache_format(cache), biased, norms, eps, bias_pitch=pitch, ranks=cache.ranks)
 
     @property
     def defines(self) -> dict[str, Constant]:
         return dict(
             H=self.H, K=self.K, D=self.D, S=self.S, R=self.R, CACHE_TYPE=self.cache, BIAS=int(self.bias), QK_NORM=int(self.qk_norm),
-            QK_EPS=self.qk_eps, **policies.row_bias(self.bias_pitch),
+            QK_EPS=self.qk_eps, **policies.row_bias(self.bias_pitch), **policies.ranks(self.ranks),
         )  # fmt: skip
 
     @property

@@ -1,4 +1,4 @@
-"""The methods of a backend whose devices do not share a model, or do not divide contexts: the configuration refuses such ranks there."""
+"""The methods of a backend whose devices do not share a model: the configuration refuses ranks there."""
 
 from __future__ import annotations
 
@@ -10,26 +10,10 @@ from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.placement import Placement, RankGroup
 from tinyvllm.quant.slices import RowShare
 
-_WHY = "kernels: this device does not share a model in this way"
+_WHY = "kernels: this device does not share a model"
 
 
-class WithoutContextRanks:
-    """A base of backends without context parallelism."""
-
-    def attention_ranks(
-        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0,
-        sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        raise NotImplementedError(_WHY)
-
-    def own_rows(self, variant: str, x: Tensor, group: RankGroup, rows: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError(_WHY)
-
-    def gather_rows(self, variant: str, part: Tensor, T: int, group: RankGroup, rows: Tensor) -> Tensor:
-        raise NotImplementedError(_WHY)
-
-
-class WithoutRanks(WithoutContextRanks):
+class WithoutRanks:
     """A base of backends without tensor and context parallelism."""
 
     def rank_environments(self, ranks: int, share: bool) -> list[dict[str, str]]:
@@ -50,4 +34,16 @@ class WithoutRanks(WithoutContextRanks):
         raise NotImplementedError(_WHY)
 
     def gather_logits(self, variant: str, part: Tensor, share: RowShare, count: Tensor) -> Tensor:
+        raise NotImplementedError(_WHY)
+
+    def attention_ranks(
+        self, variant: str, q: Tensor, cache: LayerCache, scale: float, window: int, batch: Batch, cap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        raise NotImplementedError(_WHY)
+
+    def own_rows(self, variant: str, x: Tensor, group: RankGroup, rows: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError(_WHY)
+
+    def gather_rows(self, variant: str, part: Tensor, T: int, group: RankGroup, rows: Tensor) -> Tensor:
         raise NotImplementedError(_WHY)

@@ -89,9 +89,10 @@ class EngineConfig(RankOptions):
     max_num_queued_reqs, max_num_queued_tokens  requests, and tokens of prompts, that may wait; more are refused. None is no limit
     preemption_mode         "recompute" or "swap"; None takes the cheaper one by measured rates
     async_scheduling        launch the next decode step before the last one's tokens are read; None does where launches are asynchronous
-    tensor_parallel_size    processes that share each layer, each with a part of every matrix: 1, 2, 4 or 8, on the CPU
-    pipeline_parallel_size  runs of layers that the model is divided into, each in processes of its own, on the CPU
-    context_parallel_size   processes that divide each sequence's keys and values, and attention to them: 1, 2, 4 or 8, on the CPU
+    tensor_parallel_size    processes that share each layer, each with a part of every matrix: 1, 2, 4 or 8
+    pipeline_parallel_size  runs of layers that the model is divided into, each in processes of its own; all three on the CPU or
+                            with a GPU for each process
+    context_parallel_size   processes that divide each sequence's keys and values, and attention to them: 1, 2, 4 or 8
     data_parallel_size      engines with the whole model each, replicas, among which requests are divided (AsyncLLM, `serve`, `batch`): on
                             the CPU with a part of the cores each, on GPUs with one GPU for each of their ranks
     data_parallel_rank      which of the replicas this engine is, where something else starts the others; None starts them

@@ -140,8 +140,6 @@ class RankOptions:
         refused = ["swap_space", "speculative_config", "prefix_cache_dir", "async_scheduling", "imatrix"]
         if self.more_devices or self.context_parallel_size > 1:
             refused.append("enable_lora")
-        if self.on_gpus and self.context_parallel_size > 1:
-            raise ArgumentError(f"context_parallel_size={self.context_parallel_size} runs on the CPU only, got device={self.device}")
         for name in refused:
             if getattr(self, name):
                 raise ArgumentError(f"{name} does not work with {given} yet: leave one of them out")

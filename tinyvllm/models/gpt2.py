@@ -16,6 +16,7 @@ from tinyvllm.ops.head import embed, norm_head
 from tinyvllm.ops.linear import linear
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
+from tinyvllm.ops.rank_rows import after_attention
 
 
 def layer(norm: nn.LayerNorm) -> Norm:
@@ -43,6 +44,11 @@ class GPT2Block:
         qkv = QKV(weights.qkv.weight, weights.qkv.bias)
         queries, cache = norm_qkv_rope_store(x, layer(self.attn_norm), qkv, None, cache, batch)
         attended = attention(queries, cache, self.config.head_dim**-0.5)
+        return after_attention(self._after_attention, x, attended, batch, cache.ranks)
+
+    def _after_attention(self, x: Tensor, attended: Tensor, batch: Batch) -> Tensor:
+        """The rest of the layer for the rows x [T, E] of the residual stream, from what they attend to."""
+        weights = self.weights
         x = linear(attended, weights.attn_output.weight, batch.rows, weights.attn_output.bias, residual=x).contiguous()
         h = layer(self.ffn_norm)(x).contiguous()
         h = linear(h, weights.ffn_in.weight, batch.rows, weights.ffn_in.bias, gelu=True).contiguous()

@@ -25,7 +25,7 @@ from tinyvllm.ops.linear import gate_up_silu, linear
 from tinyvllm.ops.lora import AdapterStack, lora_bias
 from tinyvllm.ops.norm import Norm
 from tinyvllm.ops.qkv import QKV, norm_qkv_rope_store
-from tinyvllm.ops.rank_rows import divides_rows, gather_rows, own_rows
+from tinyvllm.ops.rank_rows import after_attention
 from tinyvllm.ops.rope import RopeScaling, query_factors, rope_table
 
 
@@ -98,11 +98,7 @@ class LlamaBlock(TransformerBlock):
     def forward_batch(self, x: Tensor, batch: Batch, attention: PagedAttention, cache: LayerCache, rotations: Rotations) -> Tensor:
         """x [T, E] float32; result [T, E] float32."""
         attended = self._attend(x, batch, attention, cache, rotations)
-        if not divides_rows(batch, cache.ranks):
-            return self._after_attention(x, attended, batch)
-        (x_own, count), (attended_own, _) = (own_rows(each.contiguous(), batch.rows, cache.ranks) for each in (x, attended))
-        y = self._after_attention(x_own, attended_own, replace(batch, rows=count))
-        return gather_rows(y, int(x.shape[0]), batch.rows, cache.ranks)
+        return after_attention(self._after_attention, x, attended, batch, cache.ranks)
 
     def _after_attention(self, x: Tensor, attended: Tensor, batch: Batch) -> Tensor:
         """The rest of the layer for the rows x [T, E] of the residual stream, from what they attend to."""

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from tinygrad import Tensor
 
-from tinyvllm.backends.base import Backend
-from tinyvllm.backends.registry import backend_for, usable_variants
+from tinyvllm.backends.registry import first_variant
 from tinyvllm.batch import Batch
 from tinyvllm.placement import Placement, RankGroup
 
 
-def divides_rows(batch: Batch, group: RankGroup | None) -> bool:
-    """Whether each rank computes some of the rows: of a step with prompts. Decodes take as long as their weights are read, for one row or
-    for all.
+def after_attention(
+    layer: Callable[[Tensor, Tensor, Batch], Tensor], x: Tensor, attended: Tensor, batch: Batch, group: RankGroup | None
+) -> Tensor:
+    """layer(x, attended, batch), float32 [T, N], for the rows x [T, N] of the residual stream and what they attend to, [T, M]: the rest of
+    a layer, each of whose rows is computed alone.
+
+    Of a step with prompts each rank computes its own rows, by a batch that counts these. Decodes take as long as their weights are read,
+    for one row or for all. N and M are multiples of 16.
     """
-    return group is not None and batch.num_chunks > 0
-
-
-def own_rows(x: Tensor, rows: Tensor, group: RankGroup) -> tuple[Tensor, Tensor]:
-    """The rows of x [T, N] float32 that are this rank's, [ceil(T / ranks), N], of which a count [1] int32 counts. `rows` [1] int32 is how
-    many rows of x count. N is a multiple of 16.
-    """
-    backend, variant = _kernels(x)
-    return backend.own_rows(variant, x, group, rows)
-
-
-def gather_rows(part: Tensor, T: int, rows: Tensor, group: RankGroup) -> Tensor:
-    """The rows of all ranks, [T, N] float32, of which each has its own; undefined after the first `rows` [1] int32."""
-    backend, variant = _kernels(part)
-    return backend.gather_rows(variant, part, T, group, rows)
-
-
-def _kernels(x: Tensor) -> tuple[Backend, str]:
-    placement = Placement.of(x.device)
-    backend = backend_for(placement)
-    assert backend is not None, "ranks are of the CPU"
-    return backend, usable_variants(placement)[0]
+    if group is None or batch.num_chunks == 0:
+        return layer(x, attended, batch)
+    kernel = first_variant(Placement.of(x.device))
+    backend, variant = kernel.backend, kernel.variant
+    (x_own, count), (attended_own, _) = (backend.own_rows(variant, each.contiguous(), group, batch.rows) for each in (x, attended))
+    y = layer(x_own, attended_own, replace(batch, rows=count))
+    return backend.gather_rows(variant, y, int(x.shape[0]), group, batch.rows)

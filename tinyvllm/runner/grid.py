@@ -21,6 +21,7 @@ from tinyvllm.runner.prepare import power_bucket
 
 ATTENTION_PLACE = 1 << 20  # 4 MiB: more would leave the caches between two ranks
 CUDA_PLACE = 1 << 22  # 16 MiB: what GPUs exchange at a time
+CUDA_RESULTS = 1 << 24  # 64 MiB: results of decodes at most, unless one sequence has more; sequences that do not fit take turns
 CUDA_WORDS = 256  # float32, a half of what a rank's site has before its two places (kernels/cuda/include/meeting.cuh)
 _LANES = 16  # float32 that kernels copy at once
 
@@ -83,21 +84,22 @@ def shared_layout(config: EngineConfig, model: ModelConfig) -> Layout:
     hidden *= model.num_experts_per_tok if config.lora_experts else 1  # of each of a row's experts
     width = ceil_div(config.max_model_len or model.max_context, config.block_size)
     sums, logits = max(rows, model.num_experts_per_tok) * max(model.dim, hidden), rows * model.vocab_size
+    results = max(_attention_place(model, tensor, width, rows, ATTENTION_PLACE), ceil_div(rows, context) * model.dim)
     if kind_of(config.device) == "CUDA":  # a place at a time, with as many logits as fit; all of it is locked in memory
         sums, logits = max(min(sums, CUDA_PLACE), round_up(model.vocab_size, 16)) + CUDA_WORDS, 0
-    results = max(_attention_place(model, tensor, width, rows), ceil_div(rows, context) * model.dim)
+        results = max(_attention_place(model, tensor, width, config.max_num_seqs, CUDA_RESULTS), CUDA_PLACE, model.dim) + CUDA_WORDS
     stream, inputs = rows * model.dim if stages > 1 else 0, rows * (width + 12) + 1024
     return Layout(tensor, context, stages, sums, results, logits, stream, inputs)
 
 
-def _attention_place(model: ModelConfig, tensor: int, width: int, rows: int) -> int:
-    """float32 of the results of a rank's partitions for as many of `rows` rows as fit ATTENTION_PLACE, but at least for one.
+def _attention_place(model: ModelConfig, tensor: int, width: int, rows: int, most: int) -> int:
+    """float32 of the results of a rank's partitions for as many of `rows` rows as fit `most`, but at least for one.
 
     A table is `width` blocks, in each of which a rank has one partition, of its heads (kernels/cpu/attention_ranks.c).
     """
     value_dim = model.latent.rank if model.latent else model.head_dim
     one = width * ceil_div(model.n_heads, tensor) * (value_dim + 2)
-    return round_up(one * max(1, min(rows, ATTENTION_PLACE // one)), _LANES)
+    return round_up(one * max(1, min(rows, most // one)), _LANES)
 
 
 def max_rows(config: EngineConfig) -> int:

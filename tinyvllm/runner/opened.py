@@ -229,12 +229,13 @@ def _gpu_uses(config: EngineConfig, own: OpenedModel) -> tuple[MemoryUse, ...]:
     c, device, model, uses = own.config, config.device, own.model, list[MemoryUse]()
     free, run = free_memory(device), step_bytes(config, c, model, wanted_context(config, c))
     slots, layers = state_slots(config, c), model.blk
+    copied = (config.context_parallel_size - 1) * own.block.nbytes  # of a layer of the others, for rows of prompts
     for number in reversed(range(config.pipeline_parallel_size)):
         part = own if own.stage is None else replace(own, stage=replace(own.stage, number=number))
         model.blk = [own.blocks[layer] for layer in part.layers]
         states = len([layer for layer in part.layers if layer in c.delta_layers]) * state_bytes(part.part, slots)
-        use = MemoryUse(device, part.outline().bytes, part.own_block_bytes, run + states, free)
-        uses += [use] * config.tensor_parallel_size
+        use = MemoryUse(device, part.outline().bytes, part.own_block_bytes + copied, run + states, free)
+        uses += [use] * (config.tensor_parallel_size * config.context_parallel_size)
     model.blk = layers
     return tuple(uses)
 

@@ -52,7 +52,7 @@ class RankedSteps:
         self._number, self._in_flight = 0, list[int]()  # numbers of the next step, and of those that are not finished
         self._places = [*range(memory.layout.places)]  # that are free
         # a GPU is waited for: it may wait for one of a rank that has ended, and then its results must not be used
-        self._device, self._waits = config.device, config.on_gpus and config.tensor_parallel_size > 1
+        self._device, self._waits = config.device, config.on_gpus and config.tensor_parallel_size * config.context_parallel_size > 1
         self._adapters, self._placing = adapters, deque[tuple[int, PreparedAdapter]]()  # announced, and not placed in rank 0
         with unbound_cores():
             self._ranks = Ranks(memory, start, num_threads_wanted(), rank_environments(config))

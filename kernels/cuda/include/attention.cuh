@@ -29,6 +29,7 @@
 #pragma once
 #include "formats.cuh"
 #include "kv_cache.h"
+#include "own_keys.cuh"
 #include "portable.h"
 
 #ifndef SECTION

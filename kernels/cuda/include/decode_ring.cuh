@@ -42,7 +42,7 @@ DEVICE void look_up_blocks(Stream &stream, const Batch &batch, const Run &run) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int key = at.start + half * STAGE_KEYS + lane_key(), low = key & -RUN_KEYS;
-    const bool visible = low < at.context && low + RUN_KEYS > first_visible(at.context - 1);
+    const bool visible = low < at.context && low + RUN_KEYS > first_seen(at);
     stream.block[half] = at.unit < run.end && visible ? batch.tables[(s64)at.b * M + key / S] : -1;
   }
 }
@@ -61,7 +61,7 @@ DEVICE void begin_tile(Stream &stream, const Batch &batch, const Run &run) {
 #if PACKED
   stream.head = at.head / PARTS, stream.start = at.start;
 #endif
-  stream.first = first_visible(at.context - 1) - at.start, stream.end = at.context - at.start;
+  stream.first = first_seen(at) - at.start, stream.end = at.context - at.start;
   stream.valid = at.unit < run.end;
   if (!stream.valid) return;
   advance(stream.next, batch, run);

@@ -5,6 +5,9 @@
 // them (the reader), which computes it for all of them (the followers). Such sequences are bundled, counted from the last one that shares
 // nothing with the one before it; a bundle has TOGETHER sequences, or twice as many where a tile may be multiplied with two groups of rows
 // (PASSES).
+//
+// Where ranks divide contexts (own_keys.cuh), keys, partitions and contexts here are those that this rank has, counted from its own first:
+// a sequence may have none. No CASCADE.
 #pragma once
 #include "attention.cuh"
 
@@ -16,7 +19,6 @@ constexpr int SECTIONS = (M * S + SECTION - 1) / SECTION;  // of a sequence, at 
 constexpr int TOGETHER = CASCADE ? 16 / ROWS : 1;          // sequences whose rows fill one mma
 constexpr int PASSES = CASCADE && D <= 64 ? 2 : 1;         // mmas that one tile is multiplied with, at most
 
-DEVICE int first_partition(int context) { return first_visible(context - 1) / PARTITION; }
 DEVICE int last_partition(int context) { return (context - 1) / PARTITION; }
 
 // The inputs that describe the batch.
@@ -25,6 +27,13 @@ struct Batch {
   int count;
   int cascade;  // the kernel's argument of that name, if CASCADE
 };
+
+// The keys of sequence b that its row sees: `hidden` to `context` - 1.
+DEVICE int context_of(const Batch &batch, int b) { return own_of(batch.contexts[b]); }
+DEVICE int hidden_of(const Batch &batch, int b, int context) {
+  return own_of(first_visible(WORLD == 1 ? context - 1 : batch.contexts[b] - 1));
+}
+DEVICE bool has_keys(const Batch &batch, int b) { return WORLD == 1 || hidden_of(batch, b, 0) < context_of(batch, b); }
 
 // Partitions at the start of sequence b that are also those of b - 1 and fully visible to both. The last partition of b is never shared.
 DEVICE int shared_partitions(const Batch &batch, int b) {
@@ -43,15 +52,15 @@ struct Share {
 };
 // These three keep a variant of the kernel from holding registers for fields that it does not need.
 DEVICE bool is_follower(const Share &share) { return CASCADE && share.offset; }
-DEVICE int first_of(const Share &share, int context) { return CASCADE ? share.first : first_partition(context); }
+DEVICE int first_of(const Share &share, int context) { return CASCADE || WORLD > 1 ? share.first : first_visible(context - 1) / PARTITION; }
 DEVICE int twice_of(const Share &share, int context) { return PASSES == 2 ? share.twice : first_of(share, context); }
 
-// `shared`: shared_partitions(b). `distance`: from the last sequence that shares nothing with the one before it. `bundle`: sequences of
+// `hidden`: hidden_of(b). `shared`: shared_partitions(b). `distance`: from the last sequence that shares nothing with the one before it. `bundle`: sequences of
 // one.
-DEVICE Share share_of(const Batch &batch, int b, int context, int shared, int distance, int bundle) {
+DEVICE Share share_of(const Batch &batch, int b, int hidden, int shared, int distance, int bundle) {
   Share share;
   share.offset = distance % bundle;
-  share.first = share.twice = share.offset ? shared : first_partition(context);
+  share.first = share.twice = share.offset ? shared : hidden / PARTITION;
   if (PASSES == 1 || bundle == TOGETHER || share.offset >= TOGETHER) return share;
   int least = batch.cascade;
 #pragma unroll
@@ -80,17 +89,20 @@ DEVICE int owner_of(const Run &run, int unit) { return (int)(((s64)(unit + 1) * 
 struct Cursor {
   int unit, b, head, context, start;
   Share share;
+  int hidden;  // read where it does not follow from `context`
 };
+DEVICE int first_seen(const Cursor &at) { return WORLD == 1 ? first_visible(at.context - 1) : at.hidden; }
 DEVICE int first_of(const Cursor &at) { return first_of(at.share, at.context); }
 DEVICE int twice_of(const Cursor &at) { return twice_of(at.share, at.context); }
 DEVICE int unit_at(const Cursor &at, int partition) { return at.unit + units_between(at.share, at.start / PARTITION, partition); }
 
-DEVICE void begin_head(Cursor &at) { at.start = max(first_visible(at.context - 1) & -TILE, first_of(at) * PARTITION); }
+DEVICE void begin_head(Cursor &at) { at.start = max(first_seen(at) & -TILE, first_of(at) * PARTITION); }
 
 DEVICE void begin_sequence(Cursor &at, const Batch &batch, const Run &run) {
+  while (WORLD > 1 && !has_keys(batch, at.b)) at.b++;  // there is a later one: the run has not ended
   const int shared = shared_partitions(batch, at.b);
-  at.context = batch.contexts[at.b];
-  at.share = share_of(batch, at.b, at.context, shared, shared ? at.share.offset + 1 : 0, run.bundle);
+  at.context = context_of(batch, at.b), at.hidden = hidden_of(batch, at.b, at.context);
+  at.share = share_of(batch, at.b, at.hidden, shared, shared ? at.share.offset + 1 : 0, run.bundle);
 }
 
 DEVICE bool is_unit_end(const Cursor &at) { return at.start + TILE >= at.context || (at.start + TILE) % PARTITION == 0; }
@@ -110,7 +122,7 @@ DEVICE void advance(Cursor &at, const Batch &batch, const Run &run) {
 // --- finding the run: sequences are examined 32 at a time, one per lane
 
 struct LaneSequence {
-  int context, shared;
+  int context, hidden, shared;
   int distance;  // from the last sequence that shares nothing with the one before it
   bool valid;
 };
@@ -120,8 +132,9 @@ struct LaneSequence {
 DEVICE LaneSequence sequence_of_lane(const Batch &batch, int base, int &last) {
   const int lane = lane_of(), b = base + lane;
   LaneSequence sequence;
-  sequence.valid = b < batch.count;
-  sequence.context = sequence.valid ? batch.contexts[b] : 0;
+  sequence.valid = b < batch.count && has_keys(batch, b);
+  sequence.context = sequence.valid ? context_of(batch, b) : 0;
+  sequence.hidden = sequence.valid ? hidden_of(batch, b, sequence.context) : 0;
   sequence.shared = sequence.valid ? shared_partitions(batch, b) : 0;
   sequence.distance = 0;
   if (CASCADE) {
@@ -133,7 +146,7 @@ DEVICE LaneSequence sequence_of_lane(const Batch &batch, int base, int &last) {
 }
 
 DEVICE int units_of_lane(const Batch &batch, int b, const LaneSequence &s, int bundle) {
-  return s.valid ? units_of(share_of(batch, b, s.context, s.shared, s.distance, bundle), s.context) : 0;
+  return s.valid ? units_of(share_of(batch, b, s.hidden, s.shared, s.distance, bundle), s.context) : 0;
 }
 
 // Two passes per tile are used only if one pass gives more units than there are warps.
@@ -163,11 +176,11 @@ DEVICE bool find_run(Run &run, Cursor &at, const Batch &batch) {
   Share share;
   for (int base = 0; owner < 0; base += 32) {
     const LaneSequence s = sequence_of_lane(batch, base, last);
-    share = share_of(batch, base + lane_of(), s.context, s.shared, s.distance, run.bundle);
+    share = share_of(batch, base + lane_of(), s.hidden, s.shared, s.distance, run.bundle);
     owner = find_lane(run.first, s.valid ? units_of(share, s.context) * HEADS : 0, before);
     at.b = base + owner;
   }
-  at.context = batch.contexts[at.b];
+  at.context = context_of(batch, at.b), at.hidden = hidden_of(batch, at.b, at.context);
   at.share = {__shfl_sync(ALL_LANES, share.offset, owner), __shfl_sync(ALL_LANES, share.first, owner),
               __shfl_sync(ALL_LANES, share.twice, owner)};
   const int units = units_of(at.share, at.context), number = (run.first - before) % units, two = 2 * (twice_of(at) - first_of(at));

@@ -44,6 +44,19 @@ DEVICE void load_second(const SecondQueries &second, const RowPair &from) {
   }
 }
 
+// Hides the keys of a tile that the sequence's row does not see.
+DEVICE void mask_row(float (&s)[TILE / 8][4], const Cursor &at) {
+  if (WORLD == 1) return mask(s, at.start, {at.context - 1, at.context - 1});
+  const int first_key = at.start + threadIdx.x % 4 * LANE_KEYS;
+#pragma unroll
+  for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int key = first_key + key_of(n, i);
+      if (key >= at.context || key < at.hidden) s[n][i] = MINUS_INFINITY;
+    }
+}
+
 // The only pass over a tile, or the last one. Each stage is replaced by the next request as soon as it has been used. WHOLE: all keys of
 // the tile are visible.
 template <bool WHOLE, typename Operand>
@@ -54,9 +67,9 @@ DEVICE void attend_tile(RowState &state, const Operand &queries, Stream &stream,
   request_stage(stream, RING % 4, ring, cache, batch, run);
   score<32, 32>(s, queries, wait_for_stage(ring, stream.slot) + key_lane_offset());
   request_stage(stream, (RING + 1) % 4, ring, cache, batch, run);
-  const bool partial = at.start < first_visible(at.context - 1) || at.start + TILE > at.context;
+  const bool partial = at.start < first_seen(at) || at.start + TILE > at.context;
   cap_scores(s);
-  if (!WHOLE && partial) mask(s, at.start, {at.context - 1, at.context - 1});
+  if (!WHOLE && partial) mask_row(s, at);
   softmax(s, state);
   add_values<0, 32>(state, s, wait_for_stage(ring, stream.slot) + value_lane_offset());
   request_stage(stream, (RING + 2) % 4, ring, cache, batch, run);

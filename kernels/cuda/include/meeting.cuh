@@ -11,48 +11,34 @@
 // save a second meeting: a block writes into a place again only after the meeting in between, which other ranks enter after they have read
 // that place: the same block of the same launch, or all blocks of the launches before.
 #pragma once
-#include "gpu.cuh"
+#include "site.cuh"
 
-constexpr int MAX_BLOCKS = 64, THREADS = 256;
-constexpr int ROOM = PLACE / 4;  // of a place, in fours
-static_assert(PLACE % 4 == 0, "meeting: PLACE must be a multiple of 4");
+constexpr int THREADS = 256;
 
-struct Site {
-  u32 met[8][MAX_BLOCKS];  // by rank and block, written by that rank
-};
-constexpr int SITE_WORDS = sizeof(Site);
+#define SITE_ARGUMENTS EACH_RANK(u8 *site),
+#define SITES {EACH_RANK(site)}
 
-#if WORLD == 2
-#define SITE_ARGUMENTS u8 *site0, u8 *site1,
-#define SITES {site0, site1}
-#elif WORLD == 4
-#define SITE_ARGUMENTS u8 *site0, u8 *site1, u8 *site2, u8 *site3,
-#define SITES {site0, site1, site2, site3}
-#else
-#define SITE_ARGUMENTS u8 *site0, u8 *site1, u8 *site2, u8 *site3, u8 *site4, u8 *site5, u8 *site6, u8 *site7,
-#define SITES {site0, site1, site2, site3, site4, site5, site6, site7}
-#endif
-static_assert(WORLD == 2 || WORLD == 4 || WORLD == 8, "meeting: as many sites as ranks");
-
-// The place of a site in a round.
-DEVICE float4 *place_of(u8 *site, u32 turn) { return (float4 *)(site + SITE_WORDS) + (u64)(turn % 2) * ROOM; }
+// Thread R meets rank R, and those after it theirs. A template and not a loop: where a loop is unrolled late, the sites are left in memory.
+template <int R> DEVICE void meet_rank(u8 *const (&sites)[WORLD], const u32 *shared, u32 turn) {
+  if constexpr (R < WORLD) {
+    if (R != RANK && threadIdx.x == R) {
+      store_release(&((Site *)sites[R])->met[RANK][blockIdx.x], turn + 1);
+      const u32 *word = &((const Site *)sites[RANK])->met[R][blockIdx.x];
+      // `shared` is not 0: a rank has ended or hangs, and no kernel waits any more; results are undefined. It is far away
+      for (u32 looks = 1; (int)(load_acquire(word) - (turn + 1)) < 0; looks++) {
+        if (looks % 64 == 0 && load_acquire(shared)) break;
+        pause();
+      }
+    }
+    meet_rank<R + 1>(sites, shared, turn);
+  }
+}
 
 // Meets the same block of all other ranks: what each wrote before is then readable by `load_fresh`. Called by all threads.
 DEVICE void meet(u8 *const (&sites)[WORLD], const u32 *shared, u32 turn) {
-  const int block = blockIdx.x;
   fence_system();
   __syncthreads();
-#pragma unroll
-  for (int r = 0; r < WORLD; r++) {
-    if (r == RANK || threadIdx.x != r) continue;
-    store_release(&((Site *)sites[r])->met[RANK][block], turn + 1);
-    const u32 *word = &((const Site *)sites[RANK])->met[r][block];
-    // `shared` is not 0: a rank has ended or hangs, and no kernel waits any more; results are undefined. It is far away
-    for (u32 looks = 1; (int)(load_acquire(word) - (turn + 1)) < 0; looks++) {
-      if (looks % 64 == 0 && load_acquire(shared)) break;
-      pause();
-    }
-  }
+  meet_rank<0>(sites, shared, turn);
   __syncthreads();
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 #include "formats.cuh"
 #include "kv_cache.h"
+#include "own_keys.cuh"
 #include "portable.h"
 
 #define PACKED_CACHE (CACHE_TYPE == KV_INT8 || CACHE_TYPE == KV_INT4 || CACHE_TYPE == KV_FP8)

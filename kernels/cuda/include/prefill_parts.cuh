@@ -19,28 +19,29 @@ static_assert(TILE_PARTS % STAGES == 0, "attention_prefill: a part's stage must 
 #if PACKED
 // Copies 32 keys, or what the thread block needs of 32 values, from `start` on; zeros for pieces without a key that the block's rows see,
 // whose blocks are not looked up.
-template <int SIDE> DEVICE void copy_part(u8 *stage, const Work &work, const uint4 *cache, int start) {
+template <int SIDE> DEVICE void copy_part(u8 *stage, const Work &work, const Pools &pools, int start) {
   constexpr int QUANTS = 2 * (SIDE ? VALUE_BYTES : ROW_BYTES);
+  const uint4 *pool = pool_of(pools, start);
 #pragma unroll 1
   for (int piece = threadIdx.x; piece < QUANTS + 4; piece += THREADS) {
     const int width = piece < QUANTS ? 4 : 8, key = start + (piece < QUANTS ? piece % 8 * 4 : (piece - QUANTS) * 8);
     const bool valid = key + width > first_key(work) && key < end_key(work);
-    const u32 block = valid ? (u32)work.table[key / S] : 0;
-    if (piece < QUANTS) copy_quants(stage, cache, SIDE, work.head, piece, block, key % S, valid);
-    else copy_scales(stage, cache, SIDE, work.head, piece - QUANTS, block, key % S, valid);
+    const u32 block = valid ? (u32)work.table[key / TABLE_TOKENS] : 0;
+    if (piece < QUANTS) copy_quants(stage, pool, SIDE, work.head, piece, block, key % S, valid);
+    else copy_scales(stage, pool, SIDE, work.head, piece - QUANTS, block, key % S, valid);
   }
 }
 #else
 // Copies STAGE_KEYS keys, or the thread block's columns of as many values, from `start` on, each warp a row at a time; zeros for keys that
 // none of the block's rows sees, whose blocks are not looked up.
-template <int SIDE> DEVICE void copy_part(u8 *stage, const Work &work, const uint4 *cache, int start) {
+template <int SIDE> DEVICE void copy_part(u8 *stage, const Work &work, const Pools &pools, int start) {
   constexpr int OWN = SIDE ? PIECES / HALVES : PIECES, OWN_PITCH = SIDE ? VALUES_PITCH : PITCH;
-  const uint4 *side = SIDE ? cache + VALUES_OFFSET + blockIdx.y % HALVES * OWN : cache;
+  const uint4 *pool = pool_of(pools, start), *side = SIDE ? pool + VALUES_OFFSET + blockIdx.y % HALVES * OWN : pool;
 #pragma unroll(HALVES)
   for (int row = threadIdx.x / 32; row < STAGE_KEYS; row += WARPS) {
     const int key = start + row;
     const bool valid = key >= first_key(work) && key < end_key(work);
-    const uint4 *from = valid ? side + key_offset(work.table[key / S], work.head, key) : cache;
+    const uint4 *from = valid ? side + key_offset(work.table[key / TABLE_TOKENS], work.head, key) : pool;
 #pragma unroll
     for (int column = threadIdx.x % 32; column < OWN; column += 32)
       copy_16_or_zero(stage + row * OWN_PITCH + column * 16, from + column, valid);
@@ -49,24 +50,24 @@ template <int SIDE> DEVICE void copy_part(u8 *stage, const Work &work, const uin
 #endif
 
 // Requests part PART of the tile at `start`, or part PART - TILE_PARTS of the next one, if there is one. All warps are done with its stage.
-template <int PART> DEVICE void request_part(u8 *stages, const Work &work, const uint4 *cache, int start) {
+template <int PART> DEVICE void request_part(u8 *stages, const Work &work, const Pools &pools, int start) {
   constexpr int OWN = PART % TILE_PARTS, SIDE = OWN / SIDE_PARTS;
   if (PART >= TILE_PARTS) start += TILE;
-  if (start < end_key(work)) copy_part<SIDE>(stages + OWN % STAGES * STAGE_BYTES, work, cache, start + OWN % SIDE_PARTS * STAGE_KEYS);
+  if (start < end_key(work)) copy_part<SIDE>(stages + OWN % STAGES * STAGE_BYTES, work, pools, start + OWN % SIDE_PARTS * STAGE_KEYS);
   copy_commit();
 }
 
 // Part PART of the tile at `start`, once it is there; with two stages the next part is requested. Called by all warps together.
-template <int PART> DEVICE const u8 *begin_part(u8 *stages, const Work &work, const uint4 *cache, int start) {
+template <int PART> DEVICE const u8 *begin_part(u8 *stages, const Work &work, const Pools &pools, int start) {
   copy_wait<0>();
   __syncthreads();
-  if (STAGES > 1) request_part<PART + 1>(stages, work, cache, start);
+  if (STAGES > 1) request_part<PART + 1>(stages, work, pools, start);
   return stages + PART % STAGES * STAGE_BYTES;
 }
-template <int PART> DEVICE void end_part(u8 *stages, const Work &work, const uint4 *cache, int start) {
+template <int PART> DEVICE void end_part(u8 *stages, const Work &work, const Pools &pools, int start) {
   if (STAGES > 1) return;
   __syncthreads();
-  request_part<PART + 1>(stages, work, cache, start);
+  request_part<PART + 1>(stages, work, pools, start);
 }
 
 // Whether rows of the warp see keys of the tile at `start`.

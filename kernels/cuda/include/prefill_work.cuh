@@ -1,11 +1,42 @@
 // Which rows a thread block of attention_prefill computes: SPAN query positions of a sequence, with the query heads of a KV head.
 #pragma once
 #include "attention.cuh"
+#include "rank_rows.cuh"
 
 constexpr int THREADS = WARPS * 32;
 constexpr int SPAN = WARPS * 16 / G;
 
 static_assert(SPAN >= 1, "attention_prefill: H / K must be at most the rows of a thread block");
+
+// The pools that the keys are in: with WORLD 1 one, else one of each rank, in shared memory.
+#if WORLD == 1
+typedef const uint4 *Pools;
+#define POOL_ARGUMENTS const uint4 *cache,
+#define POOLS cache
+#define ROWS_ARGUMENT
+#define ROWS_POINTER nullptr
+DEVICE const uint4 *pool_of(Pools pools, int) { return pools; }
+#else
+typedef const uint4 *const *Pools;
+struct PoolArguments {
+  const uint4 *of[WORLD];
+};
+#define POOL_ARGUMENTS EACH_RANK(const uint4 *cache),
+#define POOLS held_pools({{EACH_RANK(cache)}})
+#define ROWS_ARGUMENT const int *step_rows,
+#define ROWS_POINTER step_rows
+// Called by all threads.
+DEVICE Pools held_pools(const PoolArguments &pools) {
+  static __shared__ const uint4 *held[WORLD];
+#pragma unroll
+  for (int r = 0; r < WORLD; r++)
+    if (threadIdx.x == 0) held[r] = pools.of[r];
+  __syncthreads();
+  return held;
+}
+// That of the keys of a stage, which are one rank's.
+DEVICE const uint4 *pool_of(Pools pools, int start) { return pools[start / S % WORLD]; }
+#endif
 
 // The work of this thread block: `count` query positions from `position` on; the first of them is row `row` of the batch.
 struct Work {
@@ -51,6 +82,12 @@ DEVICE bool find_work(Work &work, const int *block_tables, const int *context_le
   work.position = work.context - queries + skipped;
   work.count = min(SPAN, queries - skipped);
   return true;
+}
+
+// Whether some of the rows are those that this rank computes. `step_rows`: all of the step, if WORLD > 1.
+DEVICE bool is_own(const Work &work, const int *step_rows) {
+  if (WORLD == 1) return true;
+  return work.row < first_row_of(RANK + 1, step_rows[0]) && work.row + work.count > first_row_of(RANK, step_rows[0]);
 }
 
 DEVICE int row_of_lane(int r) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r; }

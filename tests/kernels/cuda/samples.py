@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from tests.formats import sampled_formats
 from tests.kernels.delta_rule import recurrent_samples
 from tinyvllm.backends import low_rank
-from tinyvllm.backends.cuda import attention_plan, expert_plan, hopper_plan
+from tinyvllm.backends.cuda import attention_plan, context_plan, expert_plan, hopper_plan
 from tinyvllm.backends.cuda import plan as records
 from tinyvllm.backends.cuda.expert_plan import Lists
 from tinyvllm.backends.cuda.plan import GPU
@@ -61,6 +61,7 @@ def samples(gpu: GPU, arch: str) -> dict[str, Kernel]:
         | _attention(gpu)
         | _tokens(gpu)
         | _ranks()
+        | _context_ranks(gpu)
     )
 
 
@@ -73,6 +74,32 @@ def _ranks() -> dict[str, Kernel]:
         "gather_logits of two": records.gather_logits(VARIANT, 1, LARGE.V, LARGE.V // 2, two),
         "gather_logits of eight": records.gather_logits(VARIANT, 64, QWEN.V, 18992, eight),
     }
+
+
+def _context_ranks(gpu: GPU) -> dict[str, Kernel]:
+    """Of the second of two ranks and the first of eight; M blocks of 256 tokens of each rank."""
+    two, eight = RankGroup(1, 2, None, 1 << 24, 0), RankGroup(0, 8, None, 1 << 24, 0)
+    found = {
+        "gather_blocks": context_plan.gather_blocks(VARIANT, replace(LARGE.attention("BF16"), S=256, M=256), 1 << 20, two),
+        "own_rows": context_plan.own_rows(VARIANT, 512, LARGE.E, two),
+        "gather_rows of two": context_plan.gather_rows(VARIANT, 512, LARGE.E, two),
+        "gather_rows of eight": context_plan.gather_rows(VARIANT, 512, SMALL.E, eight),
+        "rope_store of a rank": records.rope_store(VARIANT, 128, replace(QWEN.heads("KV_INT8"), S=256, ranks=two)),
+        "kv_append of a rank": records.kv_append(VARIANT, 64, 8, 256, 128, "F16", two),
+    }
+    for name, told in (
+        ("of 64 features", SMALL.attention("F16")),
+        ("of 128 features", LARGE.attention("BF16", window=4096)),
+        ("of 256 features", WIDE.attention("BF16")),
+        ("KV_INT4", LARGE.attention("KV_INT4")),
+        ("with sinks", SINKS.attention("BF16", 128, sinks=True)),
+        ("capped", CAPPED.attention("BF16", 4096, cap=50.0)),
+    ):
+        a, group = replace(told, S=256, M=256), eight if told.D == 64 else two
+        found[f"attention_decode_ranks {name}"] = context_plan.attention_decode_ranks(VARIANT, 0, 2, a, gpu, group)
+        found[f"merge_ranks {name}"] = context_plan.merge_ranks(VARIANT, 0, 2, a, group)
+        found[f"attention_prefill of ranks {name}"] = context_plan.attention_prefill(VARIANT, 512, 2, a, gpu, group)
+    return found
 
 
 def _few(gpu: GPU) -> dict[str, Kernel]:

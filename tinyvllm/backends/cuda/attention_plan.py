@@ -28,18 +28,25 @@ def attention_decode(variant: str, B: int, a: Attention, gpu: GPU, cascade: bool
     shared_partitions = _shared_partitions(B, a, heads, rows) if cascade else 0
     if has_team(B, a, gpu) and not shared_partitions:
         return _attention_of_team(variant, B, a, gpu, B * heads * partitions, rows)
-    ring, halves, values = min(8, max(2, 512 // a.D)), _halves(a.D), a.D // _halves(a.D)
-    twice = shared_partitions > 0 and a.D <= 64  # queries of a second pass: in the padding of rows of floats
-    stage = side_bytes(a.cache, a.D, 32) + (512 if twice and a.cache in PACKED_KV.values() else 0)
-    shared = ring * stage + (0 if a.D <= 128 else _query_bytes(a.D))
-    resident = min(32, gpu.shared_of_one // (shared + 1024))
-    grid = min(max(1, gpu.multiprocessors * max(1, resident) // halves), B * heads * partitions)
+    halves, values = halves_of(a.D), a.D // halves_of(a.D)
+    grid, shared = decode_warps(a, gpu, B * heads * partitions, shared_partitions > 0 and a.D <= 64)
     kept = B * heads * (stretches + min(shared_partitions, partitions)) if shared_partitions else 0
     partial = halves * (grid * 2 * (STRETCH // PARTITION + stretches) + kept) * rows * (values + 2)
     more = {"CASCADE": 1} if shared_partitions else {}
     ins = 5 + a.sinks + len(more)
     kernel = Kernel.cuda("attention_decode", variant, 3, ins, (grid, halves, 1), 32, shared, **more, **a.defines)  # type: ignore[arg-type]
     return kernel.passing(B, shared_partitions), partial, halves * grid * 2 + (B * heads if shared_partitions else 0)
+
+
+def decode_warps(a: Attention, gpu: GPU, units: int, twice: bool = False) -> tuple[int, int]:
+    """Warps of a launch of attention_decode that has up to `units`, and the shared memory of each. `twice`: with queries of a second pass,
+    which are in the padding of rows of floats.
+    """
+    ring = min(8, max(2, 512 // a.D))
+    stage = side_bytes(a.cache, a.D, 32) + (512 if twice and a.cache in PACKED_KV.values() else 0)
+    shared = ring * stage + (0 if a.D <= 128 else _query_bytes(a.D))
+    resident = min(32, gpu.shared_of_one // (shared + 1024))
+    return min(max(1, gpu.multiprocessors * max(1, resident) // halves_of(a.D)), units), shared
 
 
 TEAM, TEAM_SEQUENCES = 4, 4  # warps for a partition, and the most sequences for which they are worth it
@@ -65,7 +72,7 @@ def _attention_of_team(variant: str, B: int, a: Attention, gpu: GPU, units: int,
     return kernel.passing(B), partial, 2 * grid
 
 
-def _halves(D: int) -> int:
+def halves_of(D: int) -> int:
     """Thread blocks that share the columns of a head's values: a warp has registers for 256."""
     return 2 if D > 256 else 1
 
@@ -89,7 +96,7 @@ def attention_prefill(variant: str, T: int, chunks: int, a: Attention, gpu: GPU)
     block = prefill_block(a.D, a.H // a.K, a.cache, gpu.shared)
     assert block is not None, "limits.py"
     span = block.warps * 16 * a.K // a.H
-    grid, shared = (ceil_div(T, span) + chunks, a.K * _halves(a.D), 1), prefill_shared(block, a.D, a.cache)
+    grid, shared = (ceil_div(T, span) + chunks, a.K * halves_of(a.D), 1), prefill_shared(block, a.D, a.cache)
     return Kernel.cuda(
         "attention_prefill", variant, 1, 6 + a.sinks, grid, 32 * block.warps, shared,
         WARPS=block.warps, STAGES=block.stages, STAGE_KEYS=block.keys, **a.defines,  # type: ignore[arg-type]
@@ -134,7 +141,7 @@ def prefill_blocks(D: int, group: int, cache: str) -> list[PrefillBlock]:
 
 def prefill_shared(block: PrefillBlock, D: int, cache: str) -> int:
     """Bytes of shared memory: the stages, and for wide heads what does not fit in registers."""
-    values = D // _halves(D)
+    values = D // halves_of(D)
     wide = 0 if D <= 128 else block.warps * (64 * values + _query_bytes(D))
     stage = side_bytes(cache, D, block.keys)
     if not block.in_parts:

@@ -16,6 +16,7 @@ from tinyvllm.backends import low_rank, recurrent
 from tinyvllm.backends.buffers import cache_format, constant, empty, integers, present, scratch
 from tinyvllm.backends.cuda import attention_plan, hopper_plan, plan
 from tinyvllm.backends.cuda.bandwidth import gpu_read_bandwidth
+from tinyvllm.backends.cuda.context import ContextKernels
 from tinyvllm.backends.cuda.driver import CudaCopies, copies_of, counters, gpu_at, gpu_free_memory, gpu_of
 from tinyvllm.backends.cuda.experts import ExpertKernels
 from tinyvllm.backends.cuda.graph import CudaGraph
@@ -40,7 +41,6 @@ from tinyvllm.backends.operands import (
 )
 from tinyvllm.backends.policies import bias_pitch
 from tinyvllm.backends.shapes import Attention, Heads, Product
-from tinyvllm.backends.without_ranks import WithoutContextRanks
 from tinyvllm.batch import Batch, LayerCache, StateCache
 from tinyvllm.bridge import (
     DeviceHooks,
@@ -64,7 +64,7 @@ OF_HOPPER = ("matmul", "norm_gate_up_silu", "norm_qkv_rope_store", "norm_head", 
 ON_REQUEST = ("attention_prefill",)  # until a GPU has run it
 
 
-class CudaBackend(ExpertKernels, RankKernels, WithoutContextRanks):
+class CudaBackend(ExpertKernels, RankKernels, ContextKernels):
     """Kernels for NVIDIA GPUs of compute capability 8.0 and later."""
 
     name = "cuda"
@@ -152,7 +152,7 @@ class CudaBackend(ExpertKernels, RankKernels, WithoutContextRanks):
 
     def append_kv(self, variant: str, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch) -> LayerCache:
         (T, K, D), S = (int(d) for d in k.shape), cache.S
-        kernel = plan.kv_append(variant, T, K, S, D, cache_format(cache))
+        kernel = plan.kv_append(variant, T, K, S, D, cache_format(cache), cache.ranks)
         return cache.after(*launch(kernel, [*cache], [k, v, batch.slots, batch.rows]))
 
     def attention_decode(

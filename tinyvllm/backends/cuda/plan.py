@@ -10,7 +10,7 @@ import functools
 from dataclasses import replace
 
 from tinyvllm.backends.kernel import Kernel
-from tinyvllm.backends.policies import row_bias
+from tinyvllm.backends.policies import ranks, row_bias
 from tinyvllm.backends.shapes import Heads, Product, cached_bytes
 from tinyvllm.batch import NO_SLOT
 from tinyvllm.integers import ceil_div, round_up
@@ -350,11 +350,12 @@ def embed(variant: str, format: str, T: int, V: int, E: int, tiles: bool) -> Ker
     )
 
 
-def kv_append(variant: str, T: int, K: int, S: int, D: int, cache: str) -> Kernel:
+def kv_append(variant: str, T: int, K: int, S: int, D: int, cache: str, group: RankGroup | None = None) -> Kernel:
     work = 2 * T * K * (4 * D + cached_bytes(cache, D))
     return Kernel.cuda(
-        "kv_append", variant, 2, 4, (T, 1, 1), min(256, 32 * ceil_div(K * D // 4, 32)), bytes=work, K=K, S=S, D=D, CACHE_TYPE=cache
-    )
+        "kv_append", variant, 2, 4, (T, 1, 1), min(256, 32 * ceil_div(K * D // 4, 32)), bytes=work, K=K, S=S, D=D, CACHE_TYPE=cache,
+        **ranks(group),
+    )  # fmt: skip
 
 
 def kv_copy(variant: str, pairs: int, block_bytes: int) -> Kernel:

@@ -54,12 +54,18 @@ class Meeting:
         return [turns, *sites], shared
 
 
-def launch_with(group: RankGroup, kernel: Kernel, out: Tensor, ins: list[Tensor]) -> Tensor:
-    """`out` after a kernel in which the group meets. What only finds out which kernels there are meets no rank."""
+def places_of(group: RankGroup, like: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+    """turns, sites and shared of a group. What only finds out which kernels there are meets no rank: then `like`, in place of each."""
     if collecting():
-        return launch(kernel, [out] * kernel.outs, [out] * kernel.ins)[0]
-    sites, shared = group.memory.tensors
-    return launch(kernel, [out, *sites], [shared, *ins])[0]
+        return like, [like] * group.world_size, like
+    (turns, *sites), shared = group.memory.tensors
+    return turns, sites, shared
+
+
+def launch_with(group: RankGroup, kernel: Kernel, out: Tensor, ins: list[Tensor]) -> Tensor:
+    """`out` after a kernel in which the group meets."""
+    turns, sites, shared = places_of(group, out)
+    return launch(kernel, [out, turns, *sites], [shared, *ins])[0]
 
 
 class RankKernels:
