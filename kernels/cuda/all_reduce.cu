@@ -21,7 +21,14 @@ static_assert(O % 4 == 0, "all_reduce: O must be a multiple of 4");
 
 #include "addends.cuh"
 
-DEVICE float4 sum_of_ranks(u8 *const (&sites)[WORLD], u32 turn, int at, float4 own);
+// Four numbers of each rank.
+struct Parts {
+  float4 of[WORLD];
+};
+constexpr int LOADS = WORLD == 8 ? 2 : 4;  // fours of a rank that a thread has under way: one takes a microsecond or two
+
+DEVICE Parts parts_at(u8 *const (&sites)[WORLD], u32 turn, int at, float4 own);
+DEVICE float4 sum_of_ranks(Parts parts);
 DEVICE float4 sum(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce(float *out, u32 *turns, SITE_ARGUMENTS const u32 *shared,
@@ -43,25 +50,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce(float *out, 
     float4 *place = place_of(sites[RANK], turn + round);
     for (int i = first; i < size; i += step) place[i] = own[start + i];
     meet(sites, shared, turn + round);
-    for (int i = first; i < size; i += step) {
-      const int at = start + i, column = at % (O / 4);
-      float4 y = sum_of_ranks(sites, turn + round, i, own[at]);
-      if (BIAS) y = sum(y, ((const float4 *)bias)[BIAS_PITCH ? at : column]);
-      if (RESIDUAL) y = sum(y, ((const float4 *)residual)[at]);
-      ((float4 *)out)[at] = y;
+    for (int base = first; base < size; base += LOADS * step) {
+      Parts parts[LOADS];
+#pragma unroll
+      for (int j = 0; j < LOADS; j++) {
+        const int i = min(base + j * step, size - 1);
+        parts[j] = parts_at(sites, turn + round, i, own[start + i]);
+      }
+#pragma unroll
+      for (int j = 0; j < LOADS; j++) {
+        const int at = start + base + j * step, column = at % (O / 4);
+        if (at >= start + size) break;
+        float4 y = sum_of_ranks(parts[j]);
+        if (BIAS) y = sum(y, ((const float4 *)bias)[BIAS_PITCH ? at : column]);
+        if (RESIDUAL) y = sum(y, ((const float4 *)residual)[at]);
+        ((float4 *)out)[at] = y;
+      }
     }
   }
   end_rounds(turns, turn, rounds);
 }
 
-// Four numbers of all ranks; this one's are `own`.
-DEVICE float4 sum_of_ranks(u8 *const (&sites)[WORLD], u32 turn, int at, float4 own) {
-  float4 sums[WORLD];
+// Those of this rank are `own`.
+DEVICE Parts parts_at(u8 *const (&sites)[WORLD], u32 turn, int at, float4 own) {
+  Parts parts;
 #pragma unroll
-  for (int r = 0; r < WORLD; r++) sums[r] = r == RANK ? own : load_fresh(place_of(sites[r], turn) + at);
+  for (int r = 0; r < WORLD; r++) parts.of[r] = r == RANK ? own : load_fresh(place_of(sites[r], turn) + at);
+  return parts;
+}
+
+DEVICE float4 sum_of_ranks(Parts parts) {
 #pragma unroll
   for (int apart = 1; apart < WORLD; apart *= 2)
 #pragma unroll
-    for (int r = 0; r < WORLD; r += 2 * apart) sums[r] = sum(sums[r], sums[r + apart]);
-  return sums[0];
+    for (int r = 0; r < WORLD; r += 2 * apart) parts.of[r] = sum(parts.of[r], parts.of[r + apart]);
+  return parts.of[0];
 }

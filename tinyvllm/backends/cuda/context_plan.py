@@ -22,18 +22,19 @@ def attention_decode_ranks(variant: str, first: int, count: int, a: Attention, g
     """`count` sequences from `first` on, at most `sequences_at_once`."""
     grid, shared = attention_plan.decode_warps(a, gpu, count * a.K * ceil_div(a.H // a.K, 16) * a.M)
     halves = attention_plan.halves_of(a.D)
-    return Kernel.cuda("attention_decode_ranks", variant, 1, 7, (grid, halves, 1), 32, shared, **_constants(a, group)).passing(first, count)
+    kernel = Kernel.cuda("attention_decode_ranks", variant, 1, 7, (grid, halves, 1), 32, shared, 0, 0, **_constants(a, group))
+    return kernel.passing(first, count)
 
 
 def merge_ranks(variant: str, first: int, count: int, a: Attention, group: RankGroup) -> Kernel:
     blocks = min(MEETING_BLOCKS, ceil_div(count * a.H * a.D, 1024))
-    kernel = Kernel.cuda("merge_ranks", variant, 2 + group.world_size, 3 + a.sinks, (blocks, 1, 1), 256, **_constants(a, group))
+    kernel = Kernel.cuda("merge_ranks", variant, 2 + group.world_size, 3 + a.sinks, (blocks, 1, 1), 256, 0, 0, 0, **_constants(a, group))
     return kernel.passing(first, count)
 
 
 def gather_blocks(variant: str, a: Attention, block_bytes: int, group: RankGroup) -> Kernel:
     return Kernel.cuda(
-        "gather_blocks", variant, 1 + 2 * group.world_size, 6, (MEETING_BLOCKS, 1, 1), 256,
+        "gather_blocks", variant, 1 + 2 * group.world_size, 6, (MEETING_BLOCKS, 1, 1), 256, 0, 0, 0,
         BLOCK_WORDS=block_bytes // 16, M=a.M, S=a.S, WINDOW=a.window, **policies.ranks(group), PLACE=group.place,
     )  # fmt: skip
 
@@ -46,13 +47,13 @@ def attention_prefill(variant: str, T: int, chunks: int, a: Attention, gpu: GPU,
 
 def own_rows(variant: str, T: int, E: int, group: RankGroup) -> Kernel:
     own = ceil_div(T, group.world_size)
-    return Kernel.cuda("own_rows", variant, 2, 2, (own, 1, 1), 256, bytes=8 * own * E, E=E, **policies.ranks(group))
+    return Kernel.cuda("own_rows", variant, 2, 2, (own, 1, 1), 256, 0, 0, 8 * own * E, E=E, **policies.ranks(group))
 
 
 def gather_rows(variant: str, T: int, E: int, group: RankGroup) -> Kernel:
     blocks = min(MEETING_BLOCKS, ceil_div(T * E, 1024 * group.world_size))
     return Kernel.cuda(
-        "gather_rows", variant, 2 + group.world_size, 3, (blocks, 1, 1), 256, bytes=12 * T * E, E=E, **policies.ranks(group),
+        "gather_rows", variant, 2 + group.world_size, 3, (blocks, 1, 1), 256, 0, 0, 12 * T * E, E=E, **policies.ranks(group),
         PLACE=group.place,
     )  # fmt: skip
 

@@ -353,7 +353,7 @@ def embed(variant: str, format: str, T: int, V: int, E: int, tiles: bool) -> Ker
 def kv_append(variant: str, T: int, K: int, S: int, D: int, cache: str, group: RankGroup | None = None) -> Kernel:
     work = 2 * T * K * (4 * D + cached_bytes(cache, D))
     return Kernel.cuda(
-        "kv_append", variant, 2, 4, (T, 1, 1), min(256, 32 * ceil_div(K * D // 4, 32)), bytes=work, K=K, S=S, D=D, CACHE_TYPE=cache,
+        "kv_append", variant, 2, 4, (T, 1, 1), min(256, 32 * ceil_div(K * D // 4, 32)), 0, 0, work, K=K, S=S, D=D, CACHE_TYPE=cache,
         **ranks(group),
     )  # fmt: skip
 
