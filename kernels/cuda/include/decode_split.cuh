@@ -55,8 +55,8 @@ DEVICE bool is_follower(const Share &share) { return CASCADE && share.offset; }
 DEVICE int first_of(const Share &share, int context) { return CASCADE || WORLD > 1 ? share.first : first_visible(context - 1) / PARTITION; }
 DEVICE int twice_of(const Share &share, int context) { return PASSES == 2 ? share.twice : first_of(share, context); }
 
-// `hidden`: hidden_of(b). `shared`: shared_partitions(b). `distance`: from the last sequence that shares nothing with the one before it. `bundle`: sequences of
-// one.
+// `hidden`: hidden_of(b). `shared`: shared_partitions(b). `distance`: from the last sequence that shares nothing with the one before it.
+// `bundle`: sequences of one.
 DEVICE Share share_of(const Batch &batch, int b, int hidden, int shared, int distance, int bundle) {
   Share share;
   share.offset = distance % bundle;
