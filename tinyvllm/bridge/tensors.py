@@ -16,10 +16,13 @@ from tinygrad.dtype import DType, _from_np_dtype
 from tinygrad.tensor import all_tensors
 from tinygrad.uop.ops import Ops, buffers
 
+from tinyvllm.bridge.constant_shapes import keep_constant_shapes
 from tinyvllm.bridge.hooks import hooks_of
 from tinyvllm.bridge.memory import buffer_of
 from tinyvllm.bridge.names import define_process_tensor, name_process_tensor
 from tinyvllm.integers import round_up
+
+keep_constant_shapes()
 
 
 def empty(shape: tuple[int, ...], dtype: DType, device: str) -> Tensor:
