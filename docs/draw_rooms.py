@@ -6,6 +6,7 @@ An arrow that follows from two others is left out of the drawing (it shows the t
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 PAGE = Path(__file__).with_name("architecture.md")
@@ -51,7 +52,9 @@ def with_drawing(page: str, table: Table, reserved: Table) -> str:
 
 
 def main() -> None:
-    spec = importlib.util.spec_from_file_location("test_house", PAGE.parents[1] / "tests" / "test_house.py")
+    root = PAGE.parents[1]
+    sys.path.insert(0, str(root))  # it imports other modules of the tests
+    spec = importlib.util.spec_from_file_location("test_house", root / "tests" / "test_house.py")
     assert spec is not None and spec.loader is not None
     house = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(house)

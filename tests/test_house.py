@@ -27,6 +27,7 @@ PACKAGE = ROOT / "tinyvllm"
 # Room -> the rooms that it may import. Itself it always may.
 IMPORTS: dict[str, set[str]] = {
     "lazy_dataclass": set(),
+    "lean_imports": set(),
     "version": set(),
     "errors": set(),
     "foreign": {"errors"},
@@ -50,7 +51,7 @@ IMPORTS: dict[str, set[str]] = {
     "host_memory": {"lazy_dataclass", "errors"},
     "integers": set(),
     "windows": {"lazy_dataclass", "integers"},
-    "bridge": {"lazy_dataclass", "storage", "placement", "integers", "batch", "config", "errors", "host_memory"},
+    "bridge": {"lazy_dataclass", "lean_imports", "storage", "placement", "integers", "batch", "config", "errors", "host_memory"},
     "backends": {
         "version",
         "lazy_dataclass",
@@ -131,7 +132,7 @@ IMPORTS: dict[str, set[str]] = {
         "errors",
         "host_memory",
     },
-    "server": {"version", "engine", "text", "request", "metrics", "config", "errors", "host_memory"},
+    "server": {"version", "lazy_dataclass", "engine", "text", "request", "metrics", "config", "errors", "host_memory"},
     "lab": {
         "version",
         "yaml_file",
@@ -150,6 +151,7 @@ IMPORTS: dict[str, set[str]] = {
     "cli": {
         "version",
         "lazy_dataclass",
+        "lean_imports",
         "weights",
         "doctor",
         "yaml_file",

@@ -106,9 +106,48 @@ def test_instances_are_pickled_before_and_after_a_method_is_made() -> None:
     assert pickle.loads(pickle.dumps(Kept(3))) == Kept(3)
 
 
-def test_a_class_with_slots_is_made_at_once() -> None:
-    @dataclass(slots=True)
-    class Small:
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    """Of a module, so that it can be pickled."""
+
+    number: int
+    names: tuple[str, ...] = ()
+
+
+def test_a_class_with_slots_has_its_methods_made_later_too() -> None:
+    assert Slotted.__init__.__code__.co_filename.endswith("lazy_dataclass.py")
+    one = Slotted(1, ("a",))
+    assert not hasattr(one, "__dict__") and one == Slotted(1, ("a",)) and hash(one) == hash(Slotted(1, ("a",)))
+    assert pickle.loads(pickle.dumps(one)) == one
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.number = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("above", MADE, ids=["known", "lazy"])
+@pytest.mark.parametrize("below", MADE, ids=["known", "lazy"])
+def test_classes_of_both_kinds_derive_from_each_other(above: Callable[..., Any], below: Callable[..., Any]) -> None:
+    @above(frozen=True)
+    class Base:
         number: int
 
-    assert not hasattr(Small(1), "__dict__") and Small(1) == Small(1)
+    @below(frozen=True)
+    class Derived(Base):
+        more: int = 5
+
+    one = Derived(1)
+    assert (one, hash(one)) == (Derived(1, 5), hash(Derived(1, 5))) and repr(one).endswith("Derived(number=1, more=5)")
+    for name in ("number", "more", "other"):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(one, name, 2)
+    with pytest.raises(TypeError, match="cannot inherit non-frozen dataclass from a frozen one"):
+        below(type("Thawed", (Base,), {}))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Base(1).number = 2
+
+
+def test_an_option_of_the_standard_library_makes_the_class_at_once() -> None:
+    @dataclass(order=True)
+    class Ordered:
+        number: int
+
+    assert sorted([Ordered(2), Ordered(1)]) == [Ordered(1), Ordered(2)]

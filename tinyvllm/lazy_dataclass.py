@@ -4,8 +4,7 @@ The standard library compiles every method of a class where the class is defined
 a fifth of a warm start. A third of the classes are ever instantiated, and nearly none is compared, hashed or printed. Here a class costs
 0.04 ms, and a method is made at its first call; then the class has it as before, and a step is not slower.
 
-A class with `slots`, or one that derives from a frozen class of the standard library, is made at once. What differs: no class of the
-standard library derives from a frozen one of this kind (a TypeError), and the signature of a class shows after its first instance.
+What differs: the signature of a class shows after its first instance.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import MISSING
+from dataclasses import dataclass as standard_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,16 +29,17 @@ if TYPE_CHECKING:
     from dataclasses import dataclass
 else:
 
-    def dataclass(cls: type | None = None, /, *, eq: bool = True, frozen: bool = False, kw_only: bool = False, slots: bool = False) -> Any:
-        """The class as a dataclass. Options that are not named here are the standard library's defaults."""
+    def dataclass(
+        cls: type | None = None, /, *, eq: bool = True, frozen: bool = False, kw_only: bool = False, slots: bool = False, **others: bool
+    ) -> Any:
+        """The class as a dataclass. With an option that is not named here the standard library makes it at once."""
         if cls is None:
-            return partial(dataclass, eq=eq, frozen=frozen, kw_only=kw_only, slots=slots)
-        params = [vars(base).get("__dataclass_params__") for base in cls.__mro__[1:]]
-        if slots or any(each is not None and each.frozen for each in params):  # `slots` makes another class
-            return dataclasses.dataclass(cls, eq=eq, frozen=frozen, kw_only=kw_only, slots=slots)
+            return partial(dataclass, eq=eq, frozen=frozen, kw_only=kw_only, slots=slots, **others)
+        if others:
+            return standard_dataclass(cls, eq=eq, frozen=frozen, kw_only=kw_only, slots=slots, **others)
         cls.__doc__ = cls.__doc__ or cls.__name__  # the standard library would write its signature there, for which it has to be made
         own_hash = vars(cls).get("__hash__")  # None, too, where the class compares in its own way
-        dataclasses.dataclass(cls, init=False, repr=False, eq=False, kw_only=kw_only)
+        cls = _with_fields(cls, frozen, kw_only, slots)
         _make_later(cls, "__init__", partial(_init, cls, frozen))
         for name in ("__repr__", "__eq__") if eq else ("__repr__",):
             _make_later(cls, name, partial(_standard, cls, name))
@@ -49,6 +50,26 @@ else:
         if frozen:
             _freeze(cls)
         return cls
+
+
+def _with_fields(cls: Any, frozen: bool, kw_only: bool, slots: bool) -> Any:
+    """The class with the standard library's fields; another one if it has slots.
+
+    A frozen class gets its methods from `_freeze`, so that the standard library must not see that it is frozen, nor that its bases are.
+    """
+    bases = [params for base in cls.__mro__[1:] if (params := vars(base).get("__dataclass_params__")) is not None]
+    if any(params.frozen != frozen for params in bases):
+        kinds = ("non-frozen", "frozen") if frozen else ("frozen", "non-frozen")
+        raise TypeError(f"cannot inherit {kinds[1]} dataclass from a {kinds[0]} one")
+    try:
+        for params in bases:
+            params.frozen = False
+        cls = standard_dataclass(cls, init=False, repr=False, eq=False, kw_only=kw_only, slots=slots)
+    finally:
+        for params in bases:
+            params.frozen = frozen
+    cls.__dataclass_params__.frozen = frozen
+    return cls
 
 
 def _make_later(cls: type, name: str, make: Callable[[], Callable[..., Any]]) -> None:
@@ -113,3 +134,14 @@ def _freeze(cls: Any) -> None:
         super(cls, self).__delattr__(name)
 
     cls.__setattr__, cls.__delattr__ = __setattr__, __delattr__
+    if "__slots__" in vars(cls):  # there is no dict for pickle to fill
+        cls.__getstate__, cls.__setstate__ = _values, _set_values
+
+
+def _values(self: Any) -> list[Any]:
+    return [getattr(self, field.name) for field in dataclasses.fields(self)]
+
+
+def _set_values(self: Any, values: list[Any]) -> None:
+    for field, value in zip(dataclasses.fields(self), values, strict=True):
+        object.__setattr__(self, field.name, value)

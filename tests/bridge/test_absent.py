@@ -10,6 +10,8 @@ import sys
 from tinyvllm.config.switches import cache_folder
 from tinyvllm.runner.device import start_device
 start_device("CPU", cache_folder())
+import tinygrad.helpers
+assert tinygrad.helpers.sqlite3.connect and tinygrad.helpers.sqlite3.OperationalError
 from tinygrad.runtime.support import c
 unused = [name for name in sys.modules if name.startswith(("tinygrad.runtime.ops_rdma", "tinygrad.runtime.support.mlx", "tinygrad.runtime.autogen.libusb", "tinygrad.runtime.autogen.mesa", "tinygrad.runtime.autogen.llvm", "tinygrad.runtime.autogen.libc", "tinygrad.codegen.opt.search", "tinyvllm.backends.cuda", "tinyvllm.backends.metal"))]
 print(sorted(c.DLL._loaded_ - {"libc"}), unused)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tinygrad import Tensor, dtypes
 
 from tinyvllm.backends.operands import Routing
+from tinyvllm.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True)

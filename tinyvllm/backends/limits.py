@@ -7,8 +7,9 @@ what the model has.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.placement import Placement
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from tinygrad import Tensor
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant.layouts import MixedWeight, PackedWeight, RowWeight, StoredWeight
 from tinyvllm.quant.slices import ColumnShare
 

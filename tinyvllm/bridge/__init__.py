@@ -21,6 +21,7 @@
     waiting        waiting until a device is idle
     deferred_free  frees CPU buffers outside tinygrad's worker thread
     tensors        tensors over existing memory
+    constant_shapes  shapes that are numbers
     programs       schedules and compiled programs, kept on disk
     renderer       how generated C holds bfloat16, and float16 on old processors
     timing         how long a kernel takes, past any graph

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tinygrad import UOp, dtypes
-from tinygrad.schedule.memory import memory_plan_rewrite
+from tinygrad.engine.jit import memory_plan_rewrite  # its home is imported with the scheduler
 from tinygrad.uop.ops import Ops
 
 _PARTS = (Ops.BUFFER_VIEW, Ops.CONTIGUOUS, Ops.SHRINK, Ops.RESHAPE)  # a part of one row needs no copy

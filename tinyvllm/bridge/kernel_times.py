@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+
+from tinyvllm.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tinygrad import UOp, codegen, helpers, schedule
+from tinygrad import UOp, helpers
 from tinygrad.renderer import Renderer
 from tinygrad.uop.ops import Ops
 
+from tinyvllm.bridge.deferred import when_imported
 from tinyvllm.storage.cache import open_cache
 
 FOLDER = "tinygrad"  # in the cache folder
@@ -130,9 +131,17 @@ def enable_program_cache(machine: str) -> None:
     global _machine
     os.environ.setdefault("GRAPH_ONE_KERNEL", "1")  # a single kernel also replays as a graph, in half the host time
     _machine = machine
-    if not isinstance(codegen.to_program_cache, DiskTable):
+    if helpers.diskcache_get is not _load:
         for module in (sys.modules[name] for name in _READERS if name in sys.modules):
             module.diskcache_get, module.diskcache_put = _load, _keep  # type: ignore[attr-defined]
-        codegen.do_to_program = _compiling(codegen.do_to_program)
-        codegen.to_program_cache = DiskTable("programs")
-        schedule.schedule_cache = DiskTable("schedules")
+        when_imported("tinygrad.codegen", _keep_programs)
+        when_imported("tinygrad.schedule", _keep_schedules)
+
+
+def _keep_programs(codegen: Any) -> None:
+    codegen.do_to_program = _compiling(codegen.do_to_program)
+    codegen.to_program_cache = DiskTable("programs")
+
+
+def _keep_schedules(schedule: Any) -> None:
+    schedule.schedule_cache = DiskTable("schedules")

@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from tinyvllm.cli.progress import Progress, say
 from tinyvllm.cli.serve import check_adapters, check_profile, model_specs, say_profile
 from tinyvllm.config.engine import resolve
 from tinyvllm.errors import ArgumentError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.server.core.batch_lines import Line, answer_line
 from tinyvllm.server.core.local_call import RETRY_STATUS, call
 

@@ -10,7 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.bench_serve.workload import CHAT, COMPLETIONS, FIRST_TOKEN, Lengths, Prompt, RandomPrompts, arrivals, requests
@@ -20,6 +20,7 @@ from tinyvllm.cli.new_file import new_file
 from tinyvllm.cli.progress import Progress
 from tinyvllm.errors import ArgumentError, TinyvllmError
 from tinyvllm.foreign import parse_json
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.version import VERSION
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from tinyvllm.cli.arguments import COMMANDS, PARSERS, TWO_WORDS
+from tinyvllm.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True)

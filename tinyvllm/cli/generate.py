@@ -21,6 +21,7 @@ from tinyvllm.cli.progress import LoadBar, Progress, Tally, closing_line, say
 from tinyvllm.cli.prompts import Prompts
 from tinyvllm.config.engine import resolve
 from tinyvllm.errors import ArgumentError, ModelError, RequestError, TinyvllmError
+from tinyvllm.lean_imports import import_numpy
 from tinyvllm.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def load(options: argparse.Namespace) -> LLM:
     gc.disable()
     bar = LoadBar() if sys.stderr.isatty() and not options.quiet else None
     try:
+        import_numpy()
         from tinyvllm.engine.llm import LLM
 
         return LLM(**engine_options(options), progress=bar)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tinyvllm.cli.broken import broken_reason
@@ -12,6 +12,7 @@ from tinyvllm.cli.interrupts import deferred_interrupts
 from tinyvllm.cli.options import MAX_TOKENS, only_adapter
 from tinyvllm.cli.progress import Tally, closing_line
 from tinyvllm.errors import ModelError, RequestError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import RequestOutput, SamplingParams
 from tinyvllm.text.parsing import Event, StreamParser, parser_for
 

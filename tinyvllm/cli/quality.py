@@ -8,7 +8,6 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from tinyvllm.cli.quality_report import best_line, record, table
 from tinyvllm.config.engine import DEFAULT_MODEL, KV_CACHE_DTYPES, QUANTIZATIONS, default_block_size, resolve, takes_imatrix
 from tinyvllm.config.values import expand_home, parse_size
 from tinyvllm.errors import ArgumentError, FormatError, TinyvllmError, nearest
+from tinyvllm.lazy_dataclass import dataclass
 
 if TYPE_CHECKING:
     from tinyvllm.engine.llm import LLM

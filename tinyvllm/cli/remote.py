@@ -9,12 +9,12 @@ import random
 import ssl
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from tinyvllm.cli.partner import CUT_BY_CONTEXT, ContextFull, Piece
 from tinyvllm.errors import RequestError, TinyvllmError
 from tinyvllm.http_client import RETRY_STATUS, authorization, json_events, reason, retry_after, server_address
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import SamplingParams
 
 ATTEMPTS = 8

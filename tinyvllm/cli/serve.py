@@ -16,6 +16,7 @@ from tinyvllm.cli.options import engine_options, server_options
 from tinyvllm.cli.values import NamedModel
 from tinyvllm.config.values import parse_lora_modules, parse_size
 from tinyvllm.errors import ArgumentError
+from tinyvllm.lean_imports import import_numpy
 
 if TYPE_CHECKING:
     from tinyvllm.engine.async_llm import AsyncLLM
@@ -37,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
     for spec in specs.values():
         _check(spec, options.allow_lossy_speculation)
     try:
+        import_numpy()
         from tinyvllm.server.core.config import ServerConfig
         from tinyvllm.server.core.keys import read_keys
         from tinyvllm.server.core.memory_budget import MemoryBudget

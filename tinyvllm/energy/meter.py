@@ -11,10 +11,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tinyvllm.energy.counters import Counters
 from tinyvllm.energy.opening import open_counters
+from tinyvllm.lazy_dataclass import dataclass
 
 PERIOD = 0.05  # seconds between two readings while steps run
 IDLE_PERIOD = 60.0  # while none runs: RAPL's counters wrap around after minutes at full power

@@ -7,10 +7,12 @@ fields are those of vLLM's kv_events since its pull request 42892; fields at the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
+
+from tinyvllm.lazy_dataclass import dataclass
 
 MEDIUM = "GPU"  # vLLM's word for the pool that steps compute on, whatever the device
 

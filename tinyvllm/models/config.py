@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +12,7 @@ from tinygrad.llm.model import TransformerConfig
 
 from tinyvllm.errors import ModelError
 from tinyvllm.foreign import Fields, quoted
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.ops.delta import DeltaShape
 from tinyvllm.ops.experts import GateClamp, RouterBias
 from tinyvllm.ops.rope import SCALINGS, RopeScaling

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.bridge import uninitialized
 from tinyvllm.errors import ModelError
 from tinyvllm.foreign import Fields, quoted
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models.config import ModelConfig, Source, Transform, check_factors, check_heads, hf_rope, hf_windows, vocabulary
 from tinyvllm.models.mixture import expert_products, gguf_expert_sources, gguf_experts, mixture, place_experts
 from tinyvllm.models.projections import LayerWeights, ModelWeights, Product
@@ -352,7 +353,10 @@ class Defaults:
     rope: str | None = None
 
 
-def hf_config(fields: Fields, defaults: Defaults = Defaults(), **differences: Any) -> ModelConfig:
+_LLAMA = Defaults()
+
+
+def hf_config(fields: Fields, defaults: Defaults = _LLAMA, **differences: Any) -> ModelConfig:
     """A LLaMA-shaped config.json; `differences` are the ModelConfig fields that a family sets itself."""
     _check_activation(fields, bool(differences.get("gelu")))
     dim, heads = fields.integer("hidden_size", low=1), fields.integer("num_attention_heads", low=1)

@@ -7,10 +7,11 @@ tinygrad's model); checkpoints with interleaved pairs have their rows permuted a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 from tinygrad import Tensor
+
+from tinyvllm.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True)

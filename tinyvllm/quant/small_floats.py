@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
+from tinyvllm.quant.bits import Floats
 from tinyvllm.quant.formats import FORMATS
-
-Floats = npt.NDArray[np.float32]
 
 E4M3_NAN = 0x7F  # and with the sign 0xFF: NaN in files; 480 in the blocks of quant/formats.py
 E8M0_NAN = 0xFF

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request.options import RequestOptions
 from tinyvllm.request.params import SamplingParams
 

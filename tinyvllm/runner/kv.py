@@ -6,7 +6,7 @@ have parts of one tensor's blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -17,6 +17,7 @@ from tinyvllm.batch import PACKED_KV, KVLayout, LayerCache
 from tinyvllm.bridge import Captured, alias, byte_spans, copied, download, synchronize, upload
 from tinyvllm.errors import ArgumentError
 from tinyvllm.integers import ceil_div
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.copy import copy_blocks
 from tinyvllm.placement import Placement, RankGroup

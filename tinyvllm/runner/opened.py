@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from tinyvllm.config.values import expand_home
 from tinyvllm.distributed.memory import SharedMemory
 from tinyvllm.errors import ModelError
 from tinyvllm.integers import ceil_div
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models.config import ModelConfig, WeightRecipe
 from tinyvllm.models.families import check_layers, find_family, read_config, recipes_of, refuse_unused
 from tinyvllm.placement import Placement, RankGroup

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -11,6 +10,7 @@ from tinygrad import Tensor, dtypes
 
 from tinyvllm.backends.registry import REFERENCE, architecture_of, skipped_variants
 from tinyvllm.config.engine import MAX_SCHEDULER_STEPS, EngineConfig
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.ops.advance import History
 from tinyvllm.quant.formats import FLOATS
 from tinyvllm.runner.ahead import StepOutlines

@@ -10,7 +10,7 @@ A sequence with k drafts is k + 1 adjacent rows of one token each, with the same
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from tinygrad import Tensor, UOp
 from tinyvllm.batch import NO_SLOT, Batch
 from tinyvllm.bridge import download, upload, upload_parts
 from tinyvllm.config.engine import EngineConfig
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import Sequence
 from tinyvllm.runner.arrays import PackedArrays
 from tinyvllm.runner.states import StateSlots

@@ -132,11 +132,6 @@ class RankedSteps:
         self._ranks.close()
 
 
-def start_ranks(config: EngineConfig, opened: OpenedModel, pool: KVPool, adapters: AdapterPool | None) -> RankedSteps | None:
-    """The other ranks of rank 0, started; None for a process that has none."""
-    return None if opened.memory is None else RankedSteps(config, opened, opened.memory, pool, adapters)
-
-
 def take_inputs(inputs: StepInputs, memory: SharedMemory, rank: int, message: dict[str, Any]) -> None:
     """The inputs of an announced step, and the residual stream from the stage before."""
     inputs.load(memory.inputs(message["place"], message["count"]))

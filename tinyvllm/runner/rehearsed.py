@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from statistics import median
 from typing import Any
 
@@ -22,6 +22,7 @@ from tinyvllm.config.engine import EngineConfig
 from tinyvllm.errors import OutOfMemoryError
 from tinyvllm.host_memory import megabytes
 from tinyvllm.integers import ceil_div
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models.config import WeightRecipe
 from tinyvllm.models.projections import Product
 from tinyvllm.quant.formats import Layout

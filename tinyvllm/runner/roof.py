@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,7 @@ from tinyvllm.backends.collecting import collecting_kernels
 from tinyvllm.backends.cpu.threads import num_threads_wanted
 from tinyvllm.backends.registry import architecture_of, backend_for
 from tinyvllm.bridge import Captured, copied, synchronize
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models.config import WeightRecipe
 from tinyvllm.ops.linear import Weight, linear
 from tinyvllm.placement import Placement

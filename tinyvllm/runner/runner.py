@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes
@@ -41,10 +41,13 @@ from tinyvllm.runner.loaded import LoadedModel
 from tinyvllm.runner.memory import NO_DRAFTER, DrafterMemory
 from tinyvllm.runner.opened import OpenedModel, open_model
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
-from tinyvllm.runner.ranked import Announced, start_ranks
 from tinyvllm.runner.step import Logits, PreparedStep, StepPlan
 from tinyvllm.runner.tested import StepKernels
 from tinyvllm.scheduler import Schedule, Scheduled
+
+if TYPE_CHECKING:
+    from tinyvllm.distributed.memory import SharedMemory
+    from tinyvllm.runner.ranked import Announced, RankedSteps
 
 __all__ = ["Logits", "PreparedStep", "Reading", "Runner"]
 
@@ -81,7 +84,13 @@ class Runner(LoadedModel):
         tested = self._kernels.test(outlines, config, opened.likely_draw)
         self.self_test = tested if self.placement.is_cpu else self.packing_test + tested  # the CPU's grows with the steps
         self.rounds_in_background = True  # rounds that the device runs alone are in the background: the host has something to do meanwhile
-        self.ranks = start_ranks(config, opened, self.pool, self.adapters)
+        self.ranks = None if opened.memory is None else self._start_ranks(config, opened, opened.memory)
+
+    def _start_ranks(self, config: EngineConfig, opened: OpenedModel, memory: SharedMemory) -> RankedSteps:
+        """The other ranks of rank 0, started."""
+        from tinyvllm.runner.ranked import RankedSteps  # 5 ms, for engines of several ranks
+
+        return RankedSteps(config, opened, memory, self.pool, self.adapters)
 
     def close(self) -> None:
         """End the other ranks, note what a later start finds, and let the thread run where it ran before."""

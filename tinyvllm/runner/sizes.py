@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tinyvllm.config.engine import EngineConfig
 from tinyvllm.integers import round_up
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.runner.adapters import adapter_bytes
 from tinyvllm.runner.groups import LayerGroups, layer_groups

@@ -7,13 +7,13 @@ slots are for sequences outside the schedule, some for the prefix cache's copies
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from tinygrad import Tensor, dtypes
 
 from tinyvllm.batch import LayerCache, StateCache
 from tinyvllm.config.engine import EngineConfig
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.delta import check_step_tokens, has_kernel
 from tinyvllm.placement import Placement

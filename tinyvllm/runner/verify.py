@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from tinygrad import Tensor, UOp
 from tinyvllm.backends.registry import REFERENCE, choices, forget_choices
 from tinyvllm.bridge import Captured, download, upload
 from tinyvllm.errors import ArgumentError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.runner.kv import KVPool
 from tinyvllm.runner.prepare import Shape, StepInputs, shape_of, split
 from tinyvllm.runner.runner import Runner

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from tinyvllm.backends.operands import KernelWeight
 from tinyvllm.backends.registry import select
 from tinyvllm.bridge import mapped
 from tinyvllm.errors import KernelError, ModelError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models.config import WeightRecipe
 from tinyvllm.models.projections import ModelWeights, Product
 from tinyvllm.ops.head import Table

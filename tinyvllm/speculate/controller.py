@@ -8,10 +8,10 @@ curve (docs/decisions/0036-how-many-drafts-pay.md).
 from __future__ import annotations
 
 from collections.abc import Sequence as Row
-from dataclasses import dataclass
 from math import exp, log
 
 from tinyvllm.errors import ArgumentError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import Sequence
 from tinyvllm.speculate.cost_curve import MAX_FEW, CostCurve, StepCosts
 from tinyvllm.speculate.protocol import Draft, DraftRequest

@@ -5,8 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import accumulate
+
+from tinyvllm.lazy_dataclass import dataclass
 
 MIN_SAMPLES = 3  # a bucket counts from then on: one slow step must not close it for good
 MAX_SAMPLES = 15

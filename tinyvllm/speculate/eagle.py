@@ -17,7 +17,7 @@ Entry p of the heads' cache is of the target's state of token p with token p + 1
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,6 +27,7 @@ from tinygrad.dtype import DType
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.errors import ModelError
 from tinyvllm.foreign import Fields, quoted
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models.config import ModelConfig, WeightRecipe, hf_windows
 from tinyvllm.models.llama import hf_config
 from tinyvllm.models.projections import Product

@@ -14,7 +14,6 @@ made of its token with a state of zeros: every entry that a guess reads is then 
 from __future__ import annotations
 
 from collections.abc import Sequence as Row
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, cast
 
@@ -24,6 +23,7 @@ from tinygrad.dtype import DType
 
 from tinyvllm.batch import NO_SLOT, Batch, LayerCache
 from tinyvllm.bridge import Captured, copied
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models.config import ModelConfig
 from tinyvllm.ops.rope import rope_table
 from tinyvllm.request import Sequence

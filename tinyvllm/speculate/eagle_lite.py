@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Row
-from dataclasses import dataclass
 
 import numpy as np
 from tinygrad import Tensor
 
 from tinyvllm.bridge import Captured, copied, download, spans, upload
 from tinyvllm.errors import ArgumentError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.ops.linear import linear
 from tinyvllm.request import Sequence
 from tinyvllm.runner.prepare import Shape

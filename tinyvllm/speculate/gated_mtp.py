@@ -11,7 +11,7 @@ Order, states and norms are as vLLM and SGLang have them; llama.cpp 24025 measur
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tinygrad import Tensor
 from tinygrad.dtype import DType
@@ -19,6 +19,7 @@ from tinygrad.dtype import DType
 from tinyvllm.batch import Batch, LayerCache
 from tinyvllm.errors import ModelError
 from tinyvllm.foreign import Fields
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models.config import ModelConfig, WeightRecipe
 from tinyvllm.models.delta import DraftBlock
 from tinyvllm.models.families import draft_recipes

@@ -6,7 +6,7 @@ A key of config.json that no reader knows may change the computation, so it is a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from tinygrad.dtype import DType
 
 from tinyvllm.errors import ModelError
 from tinyvllm.foreign import Fields, quoted
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models.config import ModelConfig, WeightRecipe
 from tinyvllm.models.projections import Product
 from tinyvllm.runner.runner import Runner

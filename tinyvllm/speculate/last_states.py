@@ -7,13 +7,13 @@ only if that row is of its last computed token, the one before its newest: then 
 from __future__ import annotations
 
 from collections.abc import Sequence as Row
-from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 from tinygrad import Tensor
 
 from tinyvllm.errors import ArgumentError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import Sequence
 from tinyvllm.runner.prepare import Shape, decode_bucket, power_bucket
 from tinyvllm.runner.warmup import PLAIN_DRAWS

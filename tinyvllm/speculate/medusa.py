@@ -11,7 +11,6 @@ probable token that is neither the newest nor an earlier guess.
 from __future__ import annotations
 
 from collections.abc import Sequence as Row
-from dataclasses import dataclass
 
 import numpy as np
 from tinygrad import Tensor
@@ -19,6 +18,7 @@ from tinygrad import Tensor
 from tinyvllm.bridge import Captured, copied, upload
 from tinyvllm.errors import ArgumentError
 from tinyvllm.foreign import MAX_LAYERS
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.models.config import WeightRecipe
 from tinyvllm.models.projections import Product
 from tinyvllm.ops.linear import linear

@@ -8,12 +8,13 @@ head's logits with the same noise at the same position, so that it is the target
 from __future__ import annotations
 
 from collections.abc import Sequence as Row
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from tinygrad import Tensor, dtypes
 
 from tinyvllm.bridge import copied, download, resident, spans, upload
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.ops import sample as ops
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.runner.arrays import aligned

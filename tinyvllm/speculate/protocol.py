@@ -20,9 +20,10 @@ later, with the same `sequence_id` and tokens, usually with other blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence as Row
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import Sequence
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ import hashlib
 import re
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from typing import Any
 
 from tinyvllm.errors import ArgumentError, ModelError
 from tinyvllm.foreign import MAX_TENSORS, quoted
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.weights.hub import IGNORED, PATTERNS, explain, gguf_patterns, hub_package, parse_name
 
 _SPEAKER = "hub"

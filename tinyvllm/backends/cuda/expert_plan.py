@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tinyvllm.backends import policies
 from tinyvllm.backends.by_expert import Pairs
@@ -11,6 +11,7 @@ from tinyvllm.backends.kernel import Constant, Kernel
 from tinyvllm.backends.operands import GateClamp, RoutingPolicy
 from tinyvllm.backends.shapes import Product
 from tinyvllm.integers import ceil_div
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant.layouts import panel_bytes
 
 GROUP = 8  # places of a group

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tinyvllm.backends import policies
 from tinyvllm.backends.by_expert import Pairs
@@ -11,6 +11,7 @@ from tinyvllm.backends.metal import plan
 from tinyvllm.backends.operands import GateClamp, RoutingPolicy
 from tinyvllm.backends.shapes import Product
 from tinyvllm.integers import ceil_div, round_up
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant.layouts import row_bytes
 
 ROUTED_ROWS = 4  # rows of a SIMD group of norm_route

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from tinyvllm.engine.tools.stepping import Stepping
 from tinyvllm.errors import KernelError, ToolchainError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.runner.opened import open_model
 from tinyvllm.runner.planned import StepTimes, measured_times, streamed_matrices
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from tinyvllm.engine.tools.record import Event
 from tinyvllm.engine.tools.recording import Run, schedule_of
+from tinyvllm.lazy_dataclass import dataclass
 
 _CUT = ("abort", "deadline")  # reasons that depend on the step: in another schedule the output may be longer or shorter
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tinyvllm.config.engine import EngineConfig
 from tinyvllm.engine.tools.plan_sizes import Sizes, open_sizes
 from tinyvllm.errors import ModelError
+from tinyvllm.lazy_dataclass import dataclass
 
 if TYPE_CHECKING:
     from tinyvllm.weights.hub_files import Pull

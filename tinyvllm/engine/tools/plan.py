@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.config.engine import EngineConfig
@@ -18,6 +18,7 @@ from tinyvllm.engine.recurrent import fitted_to_states
 from tinyvllm.engine.tools.hub_choice import Choice, choose_pull
 from tinyvllm.engine.tools.plan_sizes import Sizes, make_sizes, open_rank, open_sizes
 from tinyvllm.errors import ArgumentError, KernelError, OutOfMemoryError, ToolchainError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.runner.device import start_device
 
 if TYPE_CHECKING:

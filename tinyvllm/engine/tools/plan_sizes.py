@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.config.engine import QUANTIZATIONS, EngineConfig
@@ -12,6 +12,7 @@ from tinyvllm.engine.drafter_memory import drafter_memory
 from tinyvllm.engine.recurrent import fitted_to_states
 from tinyvllm.errors import ModelError, OutOfMemoryError
 from tinyvllm.host_memory import megabytes
+from tinyvllm.lazy_dataclass import dataclass
 
 if TYPE_CHECKING:
     from tinyvllm.runner.division import Division

@@ -15,7 +15,6 @@ import errno
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from statistics import median
 from types import TracebackType
 from typing import IO, Any, Self
@@ -27,6 +26,7 @@ from tinyvllm.engine.llm import LLM
 from tinyvllm.engine.tools.one_off import prompt_logits_by_chunk
 from tinyvllm.engine.tools.token_scores import TokenScores, joined, score
 from tinyvllm.errors import ArgumentError, ModelError, OutputError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import SamplingParams
 from tinyvllm.text.tokenizer import Tokenizer
 

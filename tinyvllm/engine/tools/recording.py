@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
 from tinyvllm.config.values import expand_home
 from tinyvllm.engine.tools.record import FORMAT, Event, advanced_run
 from tinyvllm.errors import ArgumentError, FormatError
 from tinyvllm.foreign import read_bounded
+from tinyvllm.lazy_dataclass import dataclass
 
 READABLE = (1, FORMAT)
 MAX_FILE = 256 << 20  # bytes: millions of steps; what is made of them takes several times as many

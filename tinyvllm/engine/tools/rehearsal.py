@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean, median
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from tinyvllm.config.engine import EngineConfig
 from tinyvllm.engine.engine import Engine
 from tinyvllm.engine.startup import DEVICE_LOCK
 from tinyvllm.engine.tools.stepping import Stepping
+from tinyvllm.lazy_dataclass import dataclass
 
 if TYPE_CHECKING:
     from tinyvllm.runner.opened import OpenedModel

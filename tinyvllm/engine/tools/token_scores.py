@@ -7,10 +7,10 @@ tokens as independent, percentiles interpolate between neighbours.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.sampling.divergence import divergence, log_softmax
 
 MAX_ELEMENTS = 1 << 21  # logits that are computed with at the same time: 16 MiB an array of float64

@@ -7,7 +7,7 @@ blocks, and a decode alone. All passes get the same tokens, the reference's own 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from tinyvllm.engine.engine import Engine
 from tinyvllm.engine.prompt import Prompt, encode_prompt
 from tinyvllm.errors import ArgumentError, ModelError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.runner.verify import Comparison, PlaceError
 from tinyvllm.runner.weight_plan import widest_tolerance

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from tinyvllm.errors import RequestError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.sampling.schema.rewrite import Rewriter
 
 MAX_CHARS = 256 * 1024  # characters of a schema as compact JSON

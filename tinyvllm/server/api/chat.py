@@ -6,10 +6,11 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from tinyvllm.engine.api import AsyncLLM
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import CompletionOutput, RequestOutput, SamplingParams
 from tinyvllm.server.core.answer import build_response, parse_answer
 from tinyvllm.server.core.answer_format import Tools

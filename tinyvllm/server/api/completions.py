@@ -6,10 +6,11 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from tinyvllm.engine.api import AsyncLLM
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import ALL_LOGPROBS, CompletionOutput, RequestOutput, SamplingParams
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.failures import bad_field, encode

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from tinyvllm.engine.api import AsyncLLM
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import CompletionOutput, RequestOutput, SamplingParams
 from tinyvllm.server.api.llamacpp_body import NativeCompletionRequest, biases_of, generation_settings, prompts_of
 from tinyvllm.server.core.context import RequestContext

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Protocol, TypeVar
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import CompletionOutput, RequestOutput
 from tinyvllm.server.core.generation import ChatRun
 from tinyvllm.server.core.prompts import extra_size, require_tokenizer, run_aside

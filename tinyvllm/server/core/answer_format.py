@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from tinyvllm.engine.api import AsyncLLM
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import ReasoningParams, SamplingParams, StructuredOutputsParams
 from tinyvllm.server.core.conversation import ChatPrompt
 from tinyvllm.server.core.failures import bad_field

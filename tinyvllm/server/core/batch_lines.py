@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from tinyvllm.errors import ArgumentError, FormatError, nearest
+from tinyvllm.lazy_dataclass import dataclass
 
 Url = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 URLS: tuple[str, ...] = get_args(Url)

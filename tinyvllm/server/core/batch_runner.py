@@ -11,12 +11,13 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from starlette.types import ASGIApp
 
 from tinyvllm.errors import ArgumentError, FormatError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.server.core.batch_lines import Line, answer_line, parse_line
 from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.file_store import FileStore, StoredFile

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from tinyvllm.errors import ArgumentError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.server.core.limits import MAX_BODY, MAX_CONNECTIONS
 
 _POSITIVE = ("max_body", "max_connections", "head_seconds", "body_seconds", "write_seconds", "beat_seconds")

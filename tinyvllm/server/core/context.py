@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import islice
 from typing import Any
 from urllib.parse import quote
@@ -16,6 +16,7 @@ from urllib.parse import quote
 from starlette.requests import Request
 from starlette.types import Send
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.server.core.background import BackgroundResponses
 from tinyvllm.server.core.batch_runner import Batches
 from tinyvllm.server.core.config import ServerConfig

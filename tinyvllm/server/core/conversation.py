@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from tinyvllm.engine.api import AsyncLLM
 from tinyvllm.errors import TokenizerError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.server.core.config import ServerConfig
 from tinyvllm.server.core.failures import bad_field
 from tinyvllm.server.core.prompts import (

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.server.core.body import Body
 from tinyvllm.server.core.context import RequestContext
 from tinyvllm.server.core.response import ResponseWriter

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.keys import Key
 from tinyvllm.server.core.limits import MAX_FILES, MAX_FILES_BYTES

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from tinyvllm.engine.api import AsyncLLM
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import BeamSearchParams, RequestOptions, RequestOutput, SamplingParams, StructuredOutputsParams
 from tinyvllm.server.core.answer_format import AnswerFormat, Tools, answer_format
 from tinyvllm.server.core.context import RequestContext

@@ -10,10 +10,11 @@ import hashlib
 import hmac
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from tinyvllm.errors import ArgumentError, nearest
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.server.core.failures import Failure, busy
 
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import ALL_LOGPROBS, CompletionOutput, Logprob, RequestOutput
 from tinyvllm.server.core.config import ServerConfig
 from tinyvllm.text.tokenizer import Tokenizer

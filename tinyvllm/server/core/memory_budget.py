@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from tinyvllm.config.engine import resolve
 from tinyvllm.engine.api import plan_memory
 from tinyvllm.errors import OutOfMemoryError
 from tinyvllm.host_memory import megabytes
+from tinyvllm.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any
 
 from tinyvllm.config.values import parse_lora_modules
 from tinyvllm.engine.api import AsyncLLM
 from tinyvllm.errors import OutOfMemoryError
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import Adapter
 from tinyvllm.server.core.failures import Failure, bad_field
 from tinyvllm.server.core.memory_budget import MemoryBudget

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from tinyvllm.engine.api import AsyncLLM, encode_piece
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.server.core.failures import Failure, bad_field
 from tinyvllm.text.tokenizer import Tokenizer
 

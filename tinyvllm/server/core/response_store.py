@@ -6,9 +6,10 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.server.core.failures import Failure
 from tinyvllm.server.core.keys import Key
 from tinyvllm.server.core.limits import MAX_STORED_AGE, MAX_STORED_BYTES, MAX_STORED_KEY_BYTES, MAX_STORED_RESPONSES

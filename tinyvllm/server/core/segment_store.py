@@ -9,11 +9,12 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 from weakref import WeakSet
 
 from tinyvllm.engine.api import AsyncLLM, Segment
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.server.core.failures import Failure, bad_field
 from tinyvllm.server.core.keys import Key
 from tinyvllm.server.core.models import Models

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.request import CompletionOutput, Energy, RequestOutput
 from tinyvllm.server.core.config import ServerConfig
 from tinyvllm.server.core.context import RequestContext

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.text.parsing.dialects import READERS
 from tinyvllm.text.parsing.formats import Format
 from tinyvllm.text.parsing.harmony import read_messages

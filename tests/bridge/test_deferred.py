@@ -1,0 +1,46 @@
+"""tinygrad's scheduler and code generator are imported when something needs them, in an order in which that works."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import importlib, sys
+import {entry}
+later = ("tinygrad.codegen", "tinygrad.schedule", "tinygrad.uop.symbolic", "tinygrad.uop.spec")
+assert not [name for name in sys.modules if name.startswith(later)]
+from tinyvllm.bridge import deferred, programs
+from tinyvllm.config.switches import cache_folder
+from tinyvllm.runner.device import start_device
+opt, tc = (deferred._finder.modules["tinygrad.codegen.opt" + end] for end in ("", ".tc"))
+start_device("CPU", cache_folder())
+importlib.import_module("{first}")
+import tinygrad.codegen.opt.tc, tinygrad.schedule, tinygrad.schedule.memory
+assert tinygrad.codegen.opt is opt and opt.tc is tc and not deferred._finder.modules
+for cache in (tinygrad.codegen.to_program_cache, tinygrad.schedule.schedule_cache):
+    assert type(cache) is programs.DiskTable
+from tinygrad import Tensor, TinyJit
+step = TinyJit(lambda x: (x * 2).sum().realize())
+assert [step(Tensor([1.0, 2, n]).contiguous().realize()).item() for n in range(4)] == [6, 8, 10, 12]
+"""
+# Whichever of these comes first. Five of them import each other in a way that works in tinygrad's own order only.
+MODULES = ("codegen", "codegen.opt.postrange", "codegen.opt.search", "codegen.late.expander", "schedule", "schedule.rangeify")
+MODULES = (*MODULES, "schedule.memory", "uop.spec", "uop.symbolic", "callify", "renderer.llvmir")
+
+
+@pytest.mark.parametrize("first", MODULES)
+def test_whichever_module_comes_first(first: str) -> None:
+    _run("tinyvllm.bridge", f"tinygrad.{first}")
+
+
+@pytest.mark.parametrize("entry", ["tinyvllm.engine.llm", "tinyvllm.engine.engine", "tinyvllm.runner.rank"])
+def test_no_entry_imports_tinygrad_before_the_bridge(entry: str) -> None:
+    _run(entry, "tinygrad.schedule")
+
+
+def _run(entry: str, first: str) -> None:
+    done = subprocess.run([sys.executable, "-c", CODE.format(entry=entry, first=first)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
