@@ -139,9 +139,11 @@ def enable_program_cache(machine: str) -> None:
 
 
 def _keep_programs(codegen: Any) -> None:
-    codegen.do_to_program = _compiling(codegen.do_to_program)
-    codegen.to_program_cache = DiskTable("programs")
+    if not isinstance(codegen.to_program_cache, DiskTable):
+        codegen.do_to_program = _compiling(codegen.do_to_program)
+        codegen.to_program_cache = DiskTable("programs")
 
 
 def _keep_schedules(schedule: Any) -> None:
-    schedule.schedule_cache = DiskTable("schedules")
+    if not isinstance(schedule.schedule_cache, DiskTable):
+        schedule.schedule_cache = DiskTable("schedules")

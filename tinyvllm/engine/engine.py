@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tinyvllm.runner  # noqa: F401  first: it imports tinygrad as the bridge wants it
+import tinyvllm.runner.lean_tinygrad  # noqa: F401  first
 from tinyvllm.config.engine import EngineConfig
 from tinyvllm.config.switches import cache_folder
 from tinyvllm.engine.adapters import Adapters
