@@ -57,8 +57,8 @@ static inline int first_partition(int context) { return first_visible(context - 
 static inline int partitions_of(int context) { return (context - 1) / PARTITION + 1 - first_partition(context); }
 static inline int find_group(struct group *group, const struct step *step, int unit);
 static inline void unit_of(struct unit *unit, const struct group *group, int index);
-static inline void decode_unit(float *out, float *sums, float *ends, const struct step *step, const struct unit *unit, int next_partition,
-                               int next_head);
+NOINLINE void decode_unit(float *out, float *sums, float *ends, const struct step *step, const struct unit *unit, int next_partition,
+                          int next_head);
 static inline void merge_row(float *out, const float *sums, const float *ends, int partitions, const float *head_sinks, int head);
 
 static void attention_decode(float *out, float *partial, const float *q, const cached *cache, const int32_t *block_tables,
@@ -176,8 +176,8 @@ static inline void decode_partition(const struct step *step, const struct unit *
 }
 
 // The outcome of a partition for the rows of one sequence: the result, or a part of it.
-static inline void end_partition(float *out, float *sums, float *ends, const struct rows *rows, const float *head_sinks, int i, int b,
-                                 int head, int partition, int partitions) {
+NOINLINE void end_partition(float *out, float *sums, float *ends, const struct rows *rows, const float *head_sinks, int i, int b, int head,
+                            int partition, int partitions) {
   for (int g = 0; g < G; g++) {
     const long row = (long)b * H + head * G + g, part = row * PARTITIONS + partition;
     const float *from = rows->sums + (i * G + g) * rows->stride;
@@ -193,8 +193,8 @@ static inline void end_partition(float *out, float *sums, float *ends, const str
   }
 }
 
-static inline void decode_unit(float *out, float *sums, float *ends, const struct step *step, const struct unit *unit, int next_partition,
-                               int next_head) {
+NOINLINE void decode_unit(float *out, float *sums, float *ends, const struct step *step, const struct unit *unit, int next_partition,
+                          int next_head) {
   float top[MAX_SEQUENCES * G], weight[MAX_SEQUENCES * G * 16] __attribute__((aligned(64)));
   int positions[MAX_SEQUENCES];
   const long row = (long)unit->b * H + unit->head * G;

@@ -16,8 +16,8 @@
 // tile by tile, converts them once, and serves SPAN * G rows. float32 throughout; the order of the arithmetic is attention.h's.
 #include "attention_area.h"
 
-static inline void prefill_unit(const struct area *area, float *out, const float *q, const cached *cache, const int32_t *table,
-                                const float *head_sinks, int head, int position, int count);
+NOINLINE void prefill_unit(const struct area *area, float *out, const float *q, const cached *cache, const int32_t *table,
+                           const float *head_sinks, int head, int position, int count);
 
 static void attention_prefill(float *out, float *scratch, const float *q, const cached *cache, const int32_t *block_tables,
                               const int32_t *context_lens, const int32_t *query_starts, const int32_t *counts,
@@ -49,7 +49,7 @@ static inline void begin_rows(const struct area *area, const struct rows *rows, 
   }
 }
 
-static inline void end_partition(const struct area *area, const struct rows *rows, int count) {
+NOINLINE void end_partition(const struct area *area, const struct rows *rows, int count) {
   for (int r = 0; r < count; r++) {
     const float weight = v16_sum(v16_load(rows->weight + 16 * r));
     // this partition is before the row's window or after its position; a row of NaNs may have no largest score, but its weights are NaN
@@ -66,8 +66,8 @@ static inline void end_partition(const struct area *area, const struct rows *row
 }
 
 // `count` rows of G query heads; the first are at `position`.
-static inline void prefill_unit(const struct area *area, float *out, const float *q, const cached *cache, const int32_t *table,
-                                const float *head_sinks, int head, int position, int count) {
+NOINLINE void prefill_unit(const struct area *area, float *out, const float *q, const cached *cache, const int32_t *table,
+                           const float *head_sinks, int head, int position, int count) {
   const struct rows rows = {area->q, area->q_scale, area->sums, D, area->top, area->weight, position};
   struct tile tile;
   struct prefetch prefetch;

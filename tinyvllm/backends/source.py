@@ -98,14 +98,14 @@ _CPU_END = "\nstatic void finish_alone(const struct thread_team *team) { if (tea
 def _cpu_entry(kernel: Kernel) -> str:
     """The function `entry`: tinygrad jumps to the start of the object file, so it comes first, and it passes integers.
 
-    The last argument is the thread team.
+    The last argument is the thread team. The kernel's function is not inlined into it: compilers would optimize it twice.
     """
     count = kernel.outs + kernel.ins
     formal = ", ".join(f"long a{i}" for i in range(count))
     actual = ", ".join(f"a{i}" for i in range(count))
     types = ", ".join(["long"] * count)
     return f"""struct thread_team;
-static void {kernel.stem}();
+static __attribute__((noinline)) void {kernel.stem}();
 static void finish_alone(const struct thread_team *team);
 void entry({formal}, const struct thread_team *team) {{
   ((void (*)({types}, const struct thread_team *)){kernel.stem})({actual}, team);

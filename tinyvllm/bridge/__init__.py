@@ -22,6 +22,8 @@
     deferred_free  frees CPU buffers outside tinygrad's worker thread
     tensors        tensors over existing memory
     constant_shapes  shapes that are numbers
+    patterns       tinygrad's patterns, compiled after a few matches
+    deferred       tinygrad's scheduler and code generator, imported when they are needed
     programs       schedules and compiled programs, kept on disk
     renderer       how generated C holds bfloat16, and float16 on old processors
     timing         how long a kernel takes, past any graph

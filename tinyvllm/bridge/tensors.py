@@ -20,9 +20,11 @@ from tinyvllm.bridge.constant_shapes import keep_constant_shapes
 from tinyvllm.bridge.hooks import hooks_of
 from tinyvllm.bridge.memory import buffer_of
 from tinyvllm.bridge.names import define_process_tensor, name_process_tensor
+from tinyvllm.bridge.patterns import interpret_first
 from tinyvllm.integers import round_up
 
 keep_constant_shapes()
+interpret_first()
 
 
 def empty(shape: tuple[int, ...], dtype: DType, device: str) -> Tensor:

@@ -8,6 +8,13 @@
 #pragma once
 #include <stdint.h>
 
+// Functions of a kernel that are called seldom: each kernel has them, and they took a tenth of its compilation.
+#if defined(__clang__)
+#define SELDOM static __attribute__((noinline, cold, minsize))
+#else
+#define SELDOM static __attribute__((noinline, cold))
+#endif
+
 enum { MAX_THREADS = 64 };
 
 struct thread_pool {         // what the threads share; each word that is written often has a cache line of its own
@@ -104,7 +111,7 @@ static inline void note_core(const struct thread_team *team) {
 }
 
 // Whether another thread of the team was last seen on this one's core.
-static inline int shares_core(const struct thread_team *team) {
+SELDOM int shares_core(const struct thread_team *team) {
   const int own = __atomic_load_n(&team->pool->places[team->thread].core, __ATOMIC_RELAXED);
   for (int t = 0; own && t < team->threads; t++)
     if (t != team->thread && __atomic_load_n(&team->pool->places[t].core, __ATOMIC_RELAXED) == own) return 1;
@@ -114,7 +121,7 @@ static inline int shares_core(const struct thread_team *team) {
 // Move this thread to a core where no other one of the team was seen, if it may run on one: whether it has. The set of cores that it may run
 // on is as before afterwards. The system balances numbers of threads and not their meetings: next to other processes it may leave two
 // threads of a team on one core for as long as they run.
-static inline int move_to_free_core(const struct thread_team *team) {
+SELDOM int move_to_free_core(const struct thread_team *team) {
 #if defined(__linux__) && defined(__x86_64__)
   unsigned long allowed[16] = {0}, free[16], any = 0;  // bits of 1,024 cores
   if (system_call(SCHED_GETAFFINITY, 0, sizeof(allowed), (long)allowed) <= 0) return 0;
@@ -138,7 +145,7 @@ static inline int move_to_free_core(const struct thread_team *team) {
 // next to a process on each core took half as long again (decision 52). A spin of 50 microseconds ends early on an idle virtual machine.
 // A thread that spins on the core that another one of its team needs keeps that one from coming: it moves, or sleeps after the first turns.
 enum { SPIN_MICROSECONDS = 100 };
-static inline void await_turn(const struct thread_team *team, int turn) {
+SELDOM void await_turn(const struct thread_team *team, int turn) {
   struct thread_pool *pool = team->pool;
   const uint64_t start = clock_now();
   uint64_t enough = 0;
@@ -155,7 +162,7 @@ static inline void await_turn(const struct thread_team *team, int turn) {
   }
 }
 
-static inline void barrier(const struct thread_team *team) {
+static __attribute__((noinline)) void barrier(const struct thread_team *team) {
   struct thread_pool *pool = team->pool;
   int turn = __atomic_load_n(&pool->turn, __ATOMIC_RELAXED);
   if (team->threads > 1) note_core(team);
