@@ -163,6 +163,8 @@ OTHERS: list[tuple[str, dict[str, object], str, Callable[[Line], str]]] = [
     ("server_overhead", {"what": "idle"}, "processor time of an idle server in 10 s, after warmup", lambda r: f"{r['idle_cpu_s']:.2f} s"),
     ("start", {"model": None}, "`python main.py --prompt hi --max-tokens 1`, bundled model, warm caches, whole process",
      lambda r: f"{r['seconds']['1 tokens']['median']:.2f} s"),
+    ("start", {"model": None}, "the same on a fresh machine, which compiles its kernels",
+     lambda r: f"{r['seconds']['cold']['median']:.2f} s" if "cold" in r["seconds"] else "not measured"),
     ("memory", {"model": "tinyllama-1.1b"}, "resident memory, eight sequences, 1.1B shape in bf16",
      lambda r: f"{r['ran']['resident'] / 1e6:.0f} MB, {r['ratio']:.2f} times its weights and KV cache"),
 ]  # fmt: skip

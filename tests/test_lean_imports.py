@@ -45,7 +45,8 @@ import numpy as np
 assert "numpy._typing" not in sys.modules and os.environ.get("OPENBLAS_NUM_THREADS") == GIVEN
 print(len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1)
 import numpy.typing as npt
-assert np.dtype(np.float32) == np.float32 and str(npt.NDArray[np.float32]).startswith("numpy.ndarray")
+assert npt.NDArray[np.float32] != npt.NDArray[np.int8]
+assert sys.modules["numpy._typing"].__file__
 assert np.allclose(np.linalg.eigh(np.eye(3)).eigenvalues, 1) and np.einsum("ij,jk->ik", np.eye(2), np.eye(2)).sum() == 2
 """
 

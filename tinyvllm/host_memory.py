@@ -197,12 +197,13 @@ def _control_groups(proc: Path, cgroups: Path) -> Iterator[Headroom]:
         limit, usage, reclaimable = _GROUP_FILES[version]
         try:
             allowed = int((folder / limit).read_text())  # "max" is no number
+            if allowed >= _UNLIMITED:
+                continue
             used = int((folder / usage).read_text())
             cached = _numbers(folder / "memory.stat").get(reclaimable, 0)
         except (OSError, ValueError):
             continue
-        if allowed < _UNLIMITED:
-            yield Headroom(allowed - used + cached, f"the control group's {limit} is {megabytes(allowed)}")
+        yield Headroom(allowed - used + cached, f"the control group's {limit} is {megabytes(allowed)}")
 
 
 def _address_space(proc: Path) -> Iterator[Headroom]:

@@ -10,6 +10,7 @@ files, shapes, tensors or devices.
 
 from __future__ import annotations
 
+import functools
 from enum import StrEnum
 from typing import Any
 
@@ -246,6 +247,7 @@ def grouped_format(bits: int, group: int, columns: int) -> str | None:
 GROUPED = tuple(grouped_name(bits, group) for bits in _GROUPED_BITS for group in _GROUP_SIZES)
 
 
+@functools.cache
 def formats_in(layout: Layout) -> tuple[str, ...]:
     """Names of the formats that kernels multiply in this layout, floats first."""
     return tuple(format.name for format in _TABLE if layout in format.layouts)
