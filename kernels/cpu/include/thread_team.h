@@ -8,11 +8,12 @@
 #pragma once
 #include <stdint.h>
 
-// Functions of a kernel that are called seldom: each kernel has them, and they took a tenth of its compilation.
+// Functions of a kernel that are called seldom: each kernel has them, and they took a tenth of its compilation. Not `cold`, which would put
+// them into a section of their own: a jump from one section to another is a relocation that tinygrad's loader lacks on Arm.
 #if defined(__clang__)
-#define SELDOM static __attribute__((noinline, cold, minsize))
+#define SELDOM static __attribute__((noinline, minsize))
 #else
-#define SELDOM static __attribute__((noinline, cold))
+#define SELDOM static __attribute__((noinline))
 #endif
 
 enum { MAX_THREADS = 64 };
