@@ -12,9 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -47,8 +45,21 @@ class _Rules:
         return getattr(importlib.import_module(module), rules) + more
 
 
-class _Finder(MetaPathFinder, Loader):
-    """Finds modules that were imported before their package, and calls what waits for a package once it is imported."""
+class _Folder:
+    """Where the modules of a package are, known once tinygrad is being imported."""
+
+    def __init__(self, package: str):
+        self._parent, _, self._name = package.rpartition(".")
+
+    def __iter__(self) -> Iterator[str]:
+        return (os.path.join(folder, self._name) for folder in sys.modules[self._parent].__path__)
+
+
+class _Finder:
+    """Finds modules that were imported before their package, and calls what waits for a package once it is imported.
+
+    A finder and loader of the import system, whose base classes take 4 ms to import.
+    """
 
     def __init__(self) -> None:
         self.modules: dict[str, ModuleType] = {}
@@ -56,20 +67,21 @@ class _Finder(MetaPathFinder, Loader):
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name in self.modules:
-            return ModuleSpec(name, self, is_package=hasattr(self.modules[name], "__path__"))
+            loader: Any = self
+            return ModuleSpec(name, loader, is_package=hasattr(self.modules[name], "__path__"))
         if name not in self.waiting:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            execute = loader.exec_module
+            true: Any = spec.loader
+            execute = true.exec_module
 
             def execute_and_tell(module: ModuleType) -> None:
                 execute(module)
                 for tell in self.waiting.pop(name):
                     tell(module)
 
-            loader.exec_module = execute_and_tell
+            true.exec_module = execute_and_tell
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -110,8 +122,6 @@ def _stand_ins() -> dict[str, ModuleType]:
             exec(_FUNCTION.format(module=module, name=function), names)
             setattr(modules[module], function, names[function])
     setattr(modules[RULES[0]], RULES[1], _Rules())
-    found = find_spec("tinygrad")
-    for folder in (found and found.submodule_search_locations) or ():
-        for package in PACKAGES:  # other modules in these are imported
-            modules[package].__path__ = [os.path.join(folder, package.rpartition(".")[2])]
+    for package in PACKAGES:  # other modules in these are imported
+        modules[package].__path__ = _Folder(package)
     return modules
