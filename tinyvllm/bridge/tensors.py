@@ -14,7 +14,7 @@ from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.device import Buffer, BufferSpec
 from tinygrad.dtype import DType, _from_np_dtype
 from tinygrad.tensor import all_tensors
-from tinygrad.uop.ops import Ops, buffers
+from tinygrad.uop.ops import buffers
 
 from tinyvllm.bridge.constant_shapes import keep_constant_shapes
 from tinyvllm.bridge.hooks import hooks_of
@@ -28,18 +28,8 @@ interpret_first()
 
 
 def empty(shape: tuple[int, ...], dtype: DType, device: str) -> Tensor:
-    """Tensor.empty at a fifth of its cost, which is most of what a launch in a capture costs: tinygrad derives the same shape each time."""
-    device = Device.canonicalize(device)
-    form = _form(shape, dtype, device)
-    buffer = UOp.new_buffer(device, prod(shape), dtype)
-    return Tensor(form.replace(src=(buffer, *form.src[1:])) if form.op is Ops.RESHAPE else buffer)
-
-
-@functools.cache
-def _form(shape: tuple[int, ...], dtype: DType, device: str) -> UOp:
-    form: UOp = Tensor.empty(*shape, dtype=dtype, device=device).uop
-    assert form.op is Ops.BUFFER or (form.op is Ops.RESHAPE and form.src[0].op is Ops.BUFFER), f"an empty tensor is {form.op}"
-    return form
+    """Tensor.empty without the name of the caller, for which tinygrad looks through the frames."""
+    return Tensor(UOp.empty(shape, dtype, device))
 
 
 def alias(tensor: Tensor, start: int = 0, shape: tuple[int, ...] | None = None) -> Tensor:
