@@ -56,7 +56,7 @@ def test_a_roof_without_room_to_measure_it(monkeypatch: pytest.MonkeyPatch, room
             raise MemoryError("no room")
         return 4.0 * nbytes / READ_BYTES
 
-    monkeypatch.setattr("tinyvllm.runner.memory.read_bandwidth", read)
+    monkeypatch.setattr("tinyvllm.runner.roof.measured_bandwidth", read)
     assert memory_bandwidth.__wrapped__("CUDA:7") == expected
 
 

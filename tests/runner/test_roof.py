@@ -74,6 +74,15 @@ def test_the_best_of_the_first_processes_counts(cache, measured, monkeypatch):
     assert measured[13:] == ["bandwidth", "launch", "Q8_0 16"], "products that read less come from a cache"
 
 
+def test_the_bandwidth_alone_is_kept_with_the_rest(cache, measured, monkeypatch):
+    for bandwidth in (1e10, 3e10, 2e10, 5e10):
+        monkeypatch.setattr(roof, "read_bandwidth", lambda device, nbytes=0, bandwidth=bandwidth: measured.append("bandwidth") or bandwidth)
+        found = roof.measured_bandwidth("CPU")
+    assert found == 3e10 and measured == ["bandwidth"] * roof.PROCESSES
+    assert measured_roof("CPU", ["BF16"]).bandwidth == 3e10 and measured[roof.PROCESSES :] == ["launch", "BF16 256"]
+    assert roof.measured_bandwidth("CPU") == 3e10
+
+
 def test_other_threads_are_another_machine(cache, measured, monkeypatch):
     for threads in range(1, roof.MAX_KEYS + 3):
         monkeypatch.setattr(roof, "num_threads_wanted", lambda threads=threads: threads)

@@ -47,15 +47,16 @@ def multiply_rate(device: str, formats: Collection[str], measure: bool) -> float
 
 @cache
 def memory_bandwidth(device: str) -> float:
-    """Bytes a second that this machine reads from the memory of a device, measured at the first call.
+    """Bytes a second that this machine reads from the memory of a device: the best that its first processes measured, 0.2 s each.
 
     The KV cache may have left too little memory for that: then a quarter is read, and without room for it the figure is 0.
     """
-    from tinyvllm.runner.memory import READ_BYTES, read_bandwidth
+    from tinyvllm.runner.memory import READ_BYTES
+    from tinyvllm.runner.roof import measured_bandwidth
 
     for nbytes in (READ_BYTES, READ_BYTES // 4):
         try:
-            return read_bandwidth(device, nbytes=nbytes)
+            return measured_bandwidth(device, nbytes)
         except (MemoryError, OutOfMemoryError) as error:
             log.warning("roof: the bandwidth of %s is not measured with %d bytes: %s", device, nbytes, error)
     return 0.0

@@ -71,6 +71,9 @@ class Roof:
     products: dict[str, ProductRate]
 
 
+_Measure = Callable[[], tuple[float, ...]]
+
+
 @dataclass(frozen=True)
 class _Figure:
     """Rates, the best of `processes` processes."""
@@ -88,12 +91,25 @@ def measured_roof(device: str, formats: Iterable[str], nbytes: int = MAX_BYTES, 
     `nbytes` is what a step reads of matrices. Kept by device, driver, compiler, threads and version. KernelError and ToolchainError where
     the products cannot be run.
     """
-    placement, cache, formats = Placement(device), open_cache(), tuple(dict.fromkeys(formats))
-    key, size = _key(placement), _working_set(nbytes)
-    figures = {} if again else _kept(cache.read(FILE, MAX_FILE), key)
-    wanted: dict[str, Callable[[], tuple[float, ...]]] = {_BANDWIDTH: lambda: (read_bandwidth(device),)}
+    placement, formats = Placement(device), tuple(dict.fromkeys(formats))
+    size = _working_set(nbytes)
+    wanted: dict[str, _Measure] = {_BANDWIDTH: lambda: (read_bandwidth(device),)}
     wanted[_LAUNCHES] = lambda: (1 / _launch_seconds(placement),)
     wanted |= {_named(format, size): lambda format=format: _product_rates(placement, format, size) for format in formats}  # type: ignore[misc]
+    figures = _measured(placement, wanted, again)
+    products = {format: ProductRate(figures[_named(format, size)].rates) for format in formats}
+    return Roof(figures[_BANDWIDTH].rates[0], 1 / figures[_LAUNCHES].rates[0], products)
+
+
+def measured_bandwidth(device: str, nbytes: int = READ_BYTES) -> float:
+    """Bytes a second that the device reads, the best that the first PROCESSES processes measured, with `nbytes` a pass."""
+    return _measured(Placement(device), {_BANDWIDTH: lambda: (read_bandwidth(device, nbytes=nbytes),)})[_BANDWIDTH].rates[0]
+
+
+def _measured(placement: Placement, wanted: dict[str, _Measure], again: bool = False) -> dict[str, _Figure]:
+    """The figures of these names, those measured that too few processes have measured yet."""
+    cache, key = open_cache(), _key(placement)
+    figures = {} if again else _kept(cache.read(FILE, MAX_FILE), key)
     missing = [name for name in wanted if figures.get(name, _Figure()).processes < PROCESSES]
     for name in missing:
         figures[name] = figures.get(name, _Figure()).with_measured(wanted[name]())
@@ -102,8 +118,7 @@ def measured_roof(device: str, formats: Iterable[str], nbytes: int = MAX_BYTES, 
         every.pop(key, None)
         held = {name: asdict(figure) for name, figure in figures.items()}
         cache.write(FILE, json.dumps(dict(list(every.items())[-(MAX_KEYS - 1) :]) | {key: held}, indent=1).encode())
-    products = {format: ProductRate(figures[_named(format, size)].rates) for format in formats}
-    return Roof(figures[_BANDWIDTH].rates[0], 1 / figures[_LAUNCHES].rates[0], products)
+    return figures
 
 
 def kept_operations(device: str, formats: Iterable[str]) -> float:
