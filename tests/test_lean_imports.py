@@ -35,6 +35,12 @@ def test_a_later_module_is_imported_when_it_is_used() -> None:
     assert later.rgb_to_hsv(1, 0, 0) == (0.0, 1.0, 1.0) and "colorsys" in sys.modules
     with pytest.raises(AttributeError, match="no_such_name"):
         later.no_such_name  # noqa: B018
+    sys.modules.pop("colorsys")
+    with standing_in({"colorsys": LaterModule("colorsys")}):
+        from colorsys import hsv_to_rgb
+
+        assert hsv_to_rgb(0, 1, 1) == (1.0, 0.0, 0.0)
+    assert not isinstance(sys.modules["colorsys"], LaterModule)
 
 
 NUMPY = """

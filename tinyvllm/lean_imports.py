@@ -23,6 +23,8 @@ class LaterModule(ModuleType):
     """In place of a module, which is imported when something of it is first used: then all of it is here."""
 
     def __getattr__(self, name: str) -> Any:
+        if sys.modules.get(self.__name__) is self:  # within `standing_in`
+            del sys.modules[self.__name__]
         module = importlib.import_module(self.__name__)
         self.__dict__.update(vars(module))
         return getattr(module, name)
