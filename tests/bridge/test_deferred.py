@@ -44,3 +44,21 @@ def test_no_entry_imports_tinygrad_before_the_bridge(entry: str) -> None:
 def _run(entry: str, first: str) -> None:
     done = subprocess.run([sys.executable, "-c", CODE.format(entry=entry, first=first)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_caches_that_others_replaced_are_ours_at_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an emulated device does: what was put there while the package was imported is gone afterwards."""
+    from tinygrad import codegen, schedule
+
+    from tinyvllm.bridge import programs
+
+    compiled = codegen.do_to_program
+    monkeypatch.setattr(codegen, "do_to_program", compiled)
+    monkeypatch.setattr(codegen, "to_program_cache", {})
+    monkeypatch.setattr(schedule, "schedule_cache", {})
+    programs.enable_program_cache(programs._machine)
+    assert type(codegen.to_program_cache) is type(schedule.schedule_cache) is programs.DiskTable
+    stripping = codegen.do_to_program
+    assert stripping is not compiled
+    programs.enable_program_cache(programs._machine)
+    assert codegen.do_to_program is stripping, "once"

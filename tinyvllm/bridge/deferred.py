@@ -96,11 +96,11 @@ sys.meta_path.insert(0, _finder)
 
 
 def when_imported(package: str, tell: Callable[[ModuleType], None]) -> None:
-    """Call `tell` with one of PACKAGES: now, or as soon as it is imported."""
+    """Call `tell` with one of PACKAGES: now, or once, as soon as it is imported."""
     if package in sys.modules:
         tell(sys.modules[package])
-    else:
-        _finder.waiting.setdefault(package, []).append(tell)
+    elif tell not in (waiting := _finder.waiting.setdefault(package, [])):
+        waiting.append(tell)
 
 
 @contextmanager

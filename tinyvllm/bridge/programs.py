@@ -131,11 +131,10 @@ def enable_program_cache(machine: str) -> None:
     global _machine
     os.environ.setdefault("GRAPH_ONE_KERNEL", "1")  # a single kernel also replays as a graph, in half the host time
     _machine = machine
-    if helpers.diskcache_get is not _load:
-        for module in (sys.modules[name] for name in _READERS if name in sys.modules):
-            module.diskcache_get, module.diskcache_put = _load, _keep  # type: ignore[attr-defined]
-        when_imported("tinygrad.codegen", _keep_programs)
-        when_imported("tinygrad.schedule", _keep_schedules)
+    for module in (sys.modules[name] for name in _READERS if name in sys.modules):
+        module.diskcache_get, module.diskcache_put = _load, _keep  # type: ignore[attr-defined]
+    when_imported("tinygrad.codegen", _keep_programs)
+    when_imported("tinygrad.schedule", _keep_schedules)
 
 
 def _keep_programs(codegen: Any) -> None:
