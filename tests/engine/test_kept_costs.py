@@ -48,6 +48,15 @@ def test_the_next_engine_begins_with_the_curve(folder):
     assert (folder / costs.place).stat().st_mode & 0o777 == 0o600
 
 
+def test_drafts_that_cannot_pay_are_measured_again():
+    costs = learned(kept())
+    for drafts, seconds in ((1, 1.25), (2, 0.7), (3, 1.1)):
+        for _ in range(MIN_SAMPLES):
+            costs.costs.observe(1, drafts, seconds)
+    costs.save()
+    assert kept().costs.points().keys() == costs.costs.points().keys() - {(1, 1), (1, 3)}, "0.45 s for one step of 0.25 s, 0.85 s for three"
+
+
 @pytest.mark.parametrize("other", [{"threads": 1}, {"method": "eagle3"}, {"kv_cache_dtype": "int8"}, {"block_size": 32}])
 def test_what_times_depend_on_is_in_the_name(other):
     learned(kept()).save()

@@ -11,8 +11,10 @@ import pytest
 from tests.engine.drafting import Fixed, Oracle, speculate
 from tests.engine.test_rounds import all_free, results
 from tinyvllm import LLM, SamplingParams
+from tinyvllm.engine.kept_costs import KeptCosts
 from tinyvllm.engine.second_model import open_any_drafter
 from tinyvllm.scheduler import recurrent
+from tinyvllm.speculate.cost_curve import StepCosts
 from tinyvllm.speculative import AUTO, STATE_DRAFTS, SpeculativeConfig
 
 GOLDEN = Path(__file__).parents[1] / "tiny" / "golden"
@@ -123,7 +125,12 @@ def test_steps_that_the_device_advances(engines, options):
         assert controller.accepted and controller.accepted < sum(drafts for drafts, _ in controller.checked)
 
 
-def test_it_is_on_by_default():
+def test_it_is_on_by_default(monkeypatch):
+    """With the costs of a quiet machine: next to other processes a first draft may seem dear, and then there are none."""
+    observe = StepCosts.observe
+    monkeypatch.setattr(StepCosts, "observe", lambda self, count, drafts, seconds: observe(self, count, drafts, 1 + drafts / 8))
+    monkeypatch.setattr(KeptCosts, "_read", lambda self: StepCosts())
+    monkeypatch.setattr(KeptCosts, "save", lambda self: None)
     with open_llm(num_blocks=64) as llm, open_llm(num_blocks=64, speculative_config="off") as plain:
         engine = llm.engine
         assert engine.config.speculative_config == AUTO and engine.speculation.on
