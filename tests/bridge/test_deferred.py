@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -62,3 +63,21 @@ def test_caches_that_others_replaced_are_ours_at_the_next_start(monkeypatch: pyt
     assert stripping is not compiled
     programs.enable_program_cache(programs._machine)
     assert codegen.do_to_program is stripping, "once"
+
+
+WARM = """
+import sys
+from tinyvllm.cli import main
+assert main(["--prompt", "Once", "--max-tokens", "3", "--temperature", "0"]) == 0
+late = ("tinygrad.codegen", "tinygrad.schedule", "tinygrad.callify", "tinygrad.uop.symbolic", "tinygrad.uop.upat", "sqlite3", "difflib")
+print([name for name in sys.modules if name.startswith(late)], file=sys.stderr)
+"""
+
+
+def test_a_second_start_schedules_nothing() -> None:
+    """Its steps are on disk: what would import the scheduler is no part of it."""
+    environment = {name: value for name, value in os.environ.items() if name != "TINYVLLM_KEEP_STEPS"}
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", WARM], capture_output=True, text=True, timeout=300, env=environment)
+        assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == "[]", done.stderr
