@@ -235,7 +235,7 @@ def attention_prefill(o: argparse.Namespace) -> Work:
     """One sequence of T new rows after `context` tokens; operations that the causal mask leaves out do not count."""
     M = -(-(o.context + o.T) // o.S)
     group = o.H // o.K
-    lane = 128 * o.D + max(1, 128 // group) * group * (3 * o.D + 32)
+    lane = 256 * o.D + max(1, 128 // group) * group * (3 * o.D + 32)
     tables = np.random.default_rng(0).permutation(M).tolist()
     arguments = [empty(o.T, o.H, o.D), empty(64 * lane), floats(o.T, o.H, o.D), ints(), ints(*tables), ints(o.context + o.T)]
     arguments += [ints(0, o.T), ints(0, 1)]

@@ -49,20 +49,36 @@ static inline void begin_rows(const struct area *area, const struct rows *rows, 
   }
 }
 
-NOINLINE void end_partition(const struct area *area, const struct rows *rows, int count) {
-  for (int r = 0; r < count; r++) {
-    const float weight = v16_sum(v16_load(rows->weight + 16 * r));
-    // this partition is before the row's window or after its position; a row of NaNs may have no largest score, but its weights are NaN
-    if (rows->top[r] == NO_SCORE && weight == 0.0f) continue;
-    float *out = area->out + r * D, *sums = rows->sums + r * D;
-    if (area->out_top[r] == NO_SCORE) {
-      for (int d = 0; d < VALUE_D; d += 16) v16_store(out + d, v16_load(sums + d));
-      area->out_top[r] = rows->top[r], area->out_weight[r] = weight;
-    } else {
-      merge(area->out_top + r, area->out_weight + r, out, rows->top[r], weight, sums);
-    }
-    begin_partition(rows, r);
+// Up to sixteen rows from row r on, as merge does it: their factors are computed together.
+static inline void merge_rows(const struct area *area, const struct rows *rows, int r, int count) {
+  float top[16], weight[16], old[16], new[16];
+  for (int i = 0; i < 16; i++) {
+    const int at = r + min(i, count - 1);
+    const float a = area->out_top[at], b = rows->top[at];
+    top[i] = a > b ? a : b, weight[i] = v16_sum(v16_load(rows->weight + 16 * at));
+    old[i] = a - top[i], new[i] = b - top[i];
   }
+  v16_store(old, exp_scaled(v16_load(old)));
+  v16_store(new, exp_scaled(v16_load(new)));
+  for (int i = 0; i < count; i++) {
+    // this partition is before the row's window or after its position; a row of NaNs may have no largest score, but its weights are NaN
+    if (rows->top[r + i] == NO_SCORE && weight[i] == 0.0f) continue;
+    float *out = area->out + (r + i) * D, *sums = rows->sums + (r + i) * D, *total = area->out_weight + r + i;
+    if (area->out_top[r + i] == NO_SCORE) {
+      for (int d = 0; d < VALUE_D; d += 16) v16_store(out + d, v16_load(sums + d));
+      *total = weight[i];
+    } else {
+      const v16 fresh = v16_set(new[i]), fade = v16_set(old[i]);
+      *total = v16_max_of(v16_fma(v16_set(weight[i]), fresh, v16_mul(v16_set(*total), fade)));
+      for (int d = 0; d < VALUE_D; d += 16) v16_store(out + d, v16_fma(v16_load(sums + d), fresh, v16_mul(v16_load(out + d), fade)));
+    }
+    area->out_top[r + i] = top[i];
+    begin_partition(rows, r + i);
+  }
+}
+
+NOINLINE void end_partition(const struct area *area, const struct rows *rows, int count) {
+  for (int r = 0; r < count; r += 16) merge_rows(area, rows, r, min(16, count - r));
 }
 
 // `count` rows of G query heads; the first are at `position`.

@@ -25,6 +25,7 @@ from tinyvllm.backends.kernel import Kernel
 from tinyvllm.backends.source import kernel_text
 
 FOLDER = Path(tempfile.gettempdir()) / f"tinyvllm-test-kernels-{os.getuid()}"
+TILE_LANES = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni", "avx512vbmi"}  # of the variant amx
 TILES = Path(__file__).with_name("emulated_tiles.h")  # before the unchanged text of a kernel of the variant amx
 
 

@@ -319,7 +319,7 @@ def attention(stem: str, cache: str, target: str, H: int = 4, K: int = 2, D: int
     pool = pack_blocks(cache, numbers) if cache in KV_FORMATS else floats_of[cache]
     tables = np.full((3, M), 2**30, np.int32)  # a block that is read by mistake is far away
     tables[0, 0], tables[1, 0], tables[2] = 1, 0, np.arange(2, 22)
-    scratch = blank(64 * (128 * D + 128 * (3 * D + 32)))
+    scratch = blank(64 * (256 * D + 128 * (3 * D + 32)))
     ins = [floats(T, H, D), filled(pool), filled(tables), int32(*context)]
     ins += [int32(0, *np.cumsum(new)), int32(0, 3)] if stem == "attention_prefill" else [int32(3)]
     sizes = {"H": H, "K": K, "D": D, "S": S, "B": 3, "M": M, "CACHE_TYPE": cache}
@@ -335,7 +335,7 @@ def attention_ranks(cache: str, target: str, H: int = 4, K: int = 2, D: int = 48
     tables = np.full((3, M), 2**30, np.int32)
     tables[0, 0], tables[1, :2], tables[2, :2] = 1, (0, 2), (3, 4)
     place = entries * H * (D + 2)
-    outs = [blank(42, H, D), shared_by_two(place, 0), blank(64 * (128 * D + 128 * (3 * D + 32)))]
+    outs = [blank(42, H, D), shared_by_two(place, 0), blank(64 * (256 * D + 128 * (3 * D + 32)))]
     ins = [floats(42, H, D), filled(pool), filled(tables), int32(15, 600, 640), int32(0, 1, 2, 42), int32(2), int32(2, 1)]
     sizes = {"H": H, "K": K, "D": D, "S": S, "M": M, "CACHE_TYPE": cache, "WORLD": 2, "RANK": 0, "PLACE": place}
     return kernel("attention_ranks", target, 3, outs + ins, **sizes, SCALE=f"{D**-0.5}f", WINDOW=0)

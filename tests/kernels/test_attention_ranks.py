@@ -50,7 +50,7 @@ def attend(case: Case, world: int, target: str, place: int, threads: int) -> lis
 
     def run(rank: int) -> None:
         defines = (*sizes.items(), ("RANK", rank), ("CACHE_TYPE", s.dtype), ("SCALE", f"{s.D**-0.5}f"))
-        scratch = aligned((64 * (128 * s.D + max(1, 128 // G) * G * (3 * s.D + 32)),), np.float32)
+        scratch = aligned((64 * (256 * s.D + max(1, 128 // G) * G * (3 * s.D + 32)),), np.float32)
         ins = [case.q, pools[rank], tables, _ints(case.context), case.starts, _ints([DECODES]), _ints([DECODES, len(case.new) - DECODES])]
         call(Kernel("attention_ranks", "cpu", target, defines, outs=3, ins=7), outs[rank], shared, scratch, *ins, threads=threads)
 

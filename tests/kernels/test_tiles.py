@@ -1,15 +1,17 @@
-"""Products by AMX's tiles: the shipped kernels, the instructions emulated in C (emulated_tiles.h), and compiled as they are."""
+"""Products and attention by AMX's tiles: the shipped kernels, the instructions emulated in C (emulated_tiles.h), and compiled as is."""
 
 from __future__ import annotations
 
 import errno
 import subprocess
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.kernels.calling import FOLDER, aligned, call, real_tiles
+from tests.kernels.calling import FOLDER, TILE_LANES, aligned, call, real_tiles
 from tests.kernels.samples import SAMPLES
+from tests.kernels.test_attention import Shape, decode, make, prefill, same
 from tests.kernels.test_products import close, matmul, matmul_kernel, numbers, one, pack, poison, prepared, scratch
 from tests.kernels.test_slices import check_ranks
 from tinyvllm.backends.cpu import tiles
@@ -21,8 +23,10 @@ from tinyvllm.backends.source import kernel_text
 from tinyvllm.quant.codecs import bf16_to_f32
 from tinyvllm.quant.random_rows import packable_width
 
-_MISSING = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni", "avx512vbmi"} - cpu_features()
+_MISSING = TILE_LANES - cpu_features()
 emulated = pytest.mark.skipif(bool(_MISSING), reason=f"the lanes next to the emulated tiles need {', '.join(sorted(_MISSING))}")
+
+on_amx = pytest.mark.skipif(bool(cpu_variants().get("amx", "another architecture")), reason="no AMX here, or no leave to use it")
 
 
 @emulated
@@ -103,7 +107,7 @@ def test_long_rows_have_the_same_bits_in_two_passes(I: int, T: int) -> None:
     assert (got[list(rows)].view(np.uint32) == np.concatenate(alone).view(np.uint32)).all()
 
 
-@pytest.mark.skipif(bool(cpu_variants().get("amx", "another architecture")), reason="no AMX here, or no leave to use it")
+@on_amx
 @pytest.mark.parametrize("format", ["BF16", "Q8_0", "Q4_K", "Q3_K"])
 @pytest.mark.parametrize("T", [1, 9, 33, 130])
 def test_the_processor_computes_what_is_emulated(format: str, T: int) -> None:
@@ -115,6 +119,17 @@ def test_the_processor_computes_what_is_emulated(format: str, T: int) -> None:
     with real_tiles():
         got = matmul(kernel, x, panels)
     assert (got.view(np.uint32) == emulated.view(np.uint32)).all()
+
+
+@on_amx
+@pytest.mark.parametrize("shape", [Shape(H=8, K=1, D=64), Shape(H=2, K=2, D=128, window=90), Shape(H=6, K=2, D=80, S=8)], ids=str)
+def test_the_processor_attends_as_is_emulated(shape: Shape) -> None:
+    """Many rows and few, which have keys as another operand."""
+    case = make(replace(shape, dtype="BF16"), [1, 70, 3], [700, 130, 289])
+    emulated = prefill(case, "amx"), decode(case, "amx")
+    with real_tiles():
+        got = prefill(case, "amx"), decode(case, "amx")
+    assert same(got[0], emulated[0]) and same(got[1], emulated[1])
 
 
 @emulated
@@ -141,7 +156,10 @@ def test_the_sums_of_ranks_are_those_of_one_process(format: str) -> None:
     check_ranks(packable_width(format, 352), format, "amx", (2,))
 
 
-@pytest.mark.parametrize("name, instruction", [("matmul BF16", "tdpbf16ps"), ("matmul Q4_0", "tdpbssd"), ("matmul Q4_K", "tdpbsud")])
+@pytest.mark.parametrize(
+    "name, instruction",
+    [("matmul BF16", "tdpbf16ps"), ("matmul Q4_0", "tdpbssd"), ("matmul Q4_K", "tdpbsud"), ("attention_prefill BF16", "tdpbf16ps")],
+)
 def test_the_real_instructions_are_compiled(name: str, instruction: str) -> None:
     kernel, _ = SAMPLES[name]("amx")
     flags = [flag for flag in (*_COMMON, *_ALONE) if flag != "-c"]

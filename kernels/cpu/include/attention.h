@@ -1,10 +1,10 @@
 // What decode and prefill share: attention of rows to one tile of keys of one KV head. A row's result has the same bits in both, however
-// rows are grouped and wherever they are in the batch, because the order of its arithmetic is fixed here, in attention_floats.h (KV_FP8, too)
-// and in attention_integers.h (KV_INT8, KV_INT4):
+// rows are grouped and wherever they are in the batch, because the order of its arithmetic is fixed here, in attention_floats.h (KV_FP8, too),
+// in attention_integers.h (KV_INT8, KV_INT4) and in attention_tiles.h (BF16 with AMX):
 //
 //   - tiles of TILE keys begin at multiples of TILE, partitions of PARTITION keys at multiples of PARTITION, counted from the sequence's
 //     first token;
-//   - a score is one accumulator over d from 0 to D - 1, or a sum of integers; a partition keeps the maximum m, sixteen partial sums of the weights
+//   - a score is one accumulator over d from 0 to D - 1, a sum of integers, or what tiles add; a partition keeps the maximum m, sixteen partial sums of the weights
 //     exp((score - m) * SCALE), and VALUE_D weighted sums of values, each one accumulator over ascending keys, rescaled when a tile raises m;
 //   - the partitions of a row are merged in ascending order;
 //   - a sink, one more score of a head that has no value, is added to the sum of the weights last.
@@ -37,7 +37,12 @@
 
 #define G (H / K)
 #define INTEGER_CACHE (CACHE_TYPE == KV_INT8 || CACHE_TYPE == KV_INT4)
-#define TILE (D <= 64 || INTEGER_CACHE ? 64 : 32)
+#ifdef LANES_AMX
+#define BY_TILES (CACHE_TYPE == BF16)
+#else
+#define BY_TILES 0
+#endif
+#define TILE (BY_TILES && D <= 128 ? 128 : D <= 64 || INTEGER_CACHE || BY_TILES ? 64 : 32)
 #define PARTITION 256
 #define PARTITIONS ((M * TABLE_TOKENS + PARTITION - 1) / PARTITION)
 #define NO_SCORE (-__builtin_inff())
@@ -62,8 +67,8 @@
 static inline int min(int a, int b) { return a < b ? a : b; }
 static inline int max(int a, int b) { return a > b ? a : b; }
 
-// A row of q as attention to a tile takes it: float32 [D], or D words and their scale.
-#if INTEGER_CACHE
+// A row of q as attention to a tile takes it: float32 [D], or up to D words, of integers with a scale.
+#if INTEGER_CACHE || BY_TILES
 typedef uint32_t query;
 #else
 typedef float query;
@@ -81,7 +86,7 @@ struct rows {
   const struct query_scale *q_scale;  // [rows], if INTEGER_CACHE
   float *sums;                        // weighted sums of values, row r at sums + r * stride
   long stride;
-  float *top;     // [rows] largest score so far, unscaled; NO_SCORE before the first key of a partition
+  float *top;     // [rows] what weights are relative to: the largest score so far, unscaled; NO_SCORE before the first key of a partition
   float *weight;  // [rows, 16] partial sums of the weights
   int position;
   const int *positions;  // 0: one sequence
@@ -90,6 +95,9 @@ struct rows {
 INLINE int position_of(const struct rows *rows, int r) { return rows->positions ? rows->positions[r / G] : rows->position + r / G; }
 
 static inline int first_visible(int position) { return WINDOW > 0 ? max(0, position - WINDOW + 1) : 0; }
+
+// Where the second eight of sixteen keys from `at` on are, of which first to end - 1 are read: a block of 8 that holds none of them may be none.
+INLINE int second_eight(int at, int first, int end) { return S == 8 ? max(min(at + 8, (end - 1) & -S), first & -S) : at + 8; }
 
 // One KV head's keys (side 0) or values (side 1) of a block, from slot s on. In packed blocks keys are rows of words, and slots in fours.
 static inline const cached *side_of(const cached *cache, int block, int side, int head, int s) {
@@ -142,6 +150,7 @@ static inline void prefetch_keys(struct prefetch *prefetch, const cached *cache,
 }
 
 INLINE void fetch(struct prefetch *prefetch, int lines) {
+  if (lines == 0) return;
   if (prefetch->next >= prefetch->stop) {
     if (prefetch->runs == 0) return;
     prefetch->next = prefetch->run[--prefetch->runs], prefetch->stop = prefetch->next + RUN_BYTES;
@@ -251,12 +260,17 @@ static inline float with_sink(float weight, float top, const float *head_sinks, 
   return SINKS ? weight + v16_max_of(v16_exp(v16_set(head_sinks[head] - top * SCALE))) : weight;
 }
 
+#if !BY_TILES
 static inline void finish(float *out, const float *sums, float weight) {
   for (int d = 0; d < VALUE_D; d += 16) v16_store(out + d, v16_div(v16_load(sums + d), v16_set(weight)));
 }
+#endif
 
+#include "attention_keys.h"
 #if INTEGER_CACHE
 #include "attention_integers.h"
+#elif BY_TILES
+#include "attention_tiles.h"
 #else
 #include "attention_floats.h"
 #endif

@@ -5,7 +5,7 @@
 
 #define SPAN (G >= 128 ? 1 : 128 / G)
 #define MAX_ROWS (SPAN * G)
-#define THREAD_FLOATS (128 * D + MAX_ROWS * (3 * D + 32))
+#define THREAD_FLOATS (256 * D + MAX_ROWS * (3 * D + 32))
 
 struct area {                         // a thread's part of the scratch
   float *keys, *values;               // [D, TILE] and [TILE, D]
@@ -17,8 +17,8 @@ struct area {                         // a thread's part of the scratch
 };
 
 static inline void area_of(struct area *area, float *scratch, int thread) {
-  float *a = scratch + (long)thread * THREAD_FLOATS, *rows = a + 128 * D, *ends = rows + MAX_ROWS * 3 * D;
-  area->keys = a, area->values = a + 64 * D;
+  float *a = scratch + (long)thread * THREAD_FLOATS, *rows = a + 256 * D, *ends = rows + MAX_ROWS * 3 * D;
+  area->keys = a, area->values = a + 128 * D;
   area->q = (query *)rows, area->q_scale = (struct query_scale *)(ends + MAX_ROWS * 19), area->sums = rows + MAX_ROWS * D,
   area->out = rows + MAX_ROWS * 2 * D;
   area->weight = ends, area->top = ends + MAX_ROWS * 16, area->out_top = ends + MAX_ROWS * 17, area->out_weight = ends + MAX_ROWS * 18;

@@ -2,32 +2,18 @@
 #pragma once
 #include "attention.h"
 
-// Sixteen keys, eight from each of two places, to columns of kt [D, TILE].
 #if !PACKED_CACHE
-INLINE void transpose_keys(struct prefetch *prefetch, float *kt, const cached *low, const cached *high) {
-  const int words = D * (int)sizeof(cached) / 4;
-  for (int j = 0; j < words; j += 16) {
-    const int at = min(j, words - 16);  // words % 16 may be 8: the last sixteen once more rather than reading beyond the row
-    w16 r[16];
-    fetch(prefetch, FETCH_MORE);
-    UNROLL for (int i = 0; i < 8; i++) r[i] = w16_load((const uint32_t *)(low + i * D) + at);
-    fetch(prefetch, FETCH_MORE);
-    UNROLL for (int i = 0; i < 8; i++) r[8 + i] = w16_load((const uint32_t *)(high + i * D) + at);
-    w16_transpose(r);
-    fetch(prefetch, FETCH_MORE);
-    UNROLL for (int i = 0; i < 16; i++) {
-      if (i == 8) fetch(prefetch, FETCH_MORE);
+// To columns of kt [D, TILE].
+INLINE void store_key_words(key_word *kt, int j, w16 words) {
 #if CACHE_TYPE == F32
-      v16_store(kt + (at + i) * TILE, v16_from_w16(r[i]));
+  v16_store(kt + j * TILE, v16_from_w16(words));
 #elif CACHE_TYPE == F16
-      v16_store(kt + 2 * (at + i) * TILE, v16_from_low_f16(r[i]));
-      v16_store(kt + (2 * (at + i) + 1) * TILE, v16_from_high_f16(r[i]));
+  v16_store(kt + 2 * j * TILE, v16_from_low_f16(words));
+  v16_store(kt + (2 * j + 1) * TILE, v16_from_high_f16(words));
 #else
-      v16_store(kt + 2 * (at + i) * TILE, v16_from_low_bf16(r[i]));
-      v16_store(kt + (2 * (at + i) + 1) * TILE, v16_from_high_bf16(r[i]));
+  v16_store(kt + 2 * j * TILE, v16_from_low_bf16(words));
+  v16_store(kt + (2 * j + 1) * TILE, v16_from_high_bf16(words));
 #endif
-    }
-  }
 }
 
 #else
@@ -53,7 +39,7 @@ INLINE v16 load_scales(const uint16_t *low, const uint16_t *high) {
 INLINE void load_keys(struct prefetch *prefetch, float *kt, const cached *cache, const int32_t *table, int head, int start, int first,
                       int end) {
   for (int at = first & ~15; at < end; at += 16) {
-    const int low = max(at, first & -S), high = S == 8 ? max(min(at + 8, (end - 1) & -S), first & -S) : at + 8;  // a block of 8 may be none
+    const int low = max(at, first & -S), high = second_eight(at, first, end);
     const cached *a = side_of(cache, table[low / TABLE_TOKENS], 0, head, low % S),
                  *b = side_of(cache, table[high / TABLE_TOKENS], 0, head, high % S);
 #if PACKED_CACHE
@@ -61,7 +47,7 @@ INLINE void load_keys(struct prefetch *prefetch, float *kt, const cached *cache,
                    *of_b = scales_of(cache, table[high / TABLE_TOKENS], 0, head) + high % S;
     unpack_keys(prefetch, kt + (at - start), a, b, load_scales(of_a, of_b));
 #else
-    transpose_keys(prefetch, kt + (at - start), a, b);
+    transpose_keys(FETCH_MORE, prefetch, kt + (at - start), a, b);
 #endif
   }
 }

@@ -59,7 +59,7 @@ INLINE void load_tile(struct prefetch *prefetch, int copied, struct tile *tile, 
                       const int32_t *table, int head, int start, int first, int end) {
   (void)prefetch, (void)copied, (void)keys, (void)values;
   for (int at = first & ~15; at < end; at += 16) {
-    const int low = max(at, first & -S), high = S == 8 ? max(min(at + 8, (end - 1) & -S), first & -S) : at + 8;  // a block of 8 may be none
+    const int low = max(at, first & -S), high = second_eight(at, first, end);
     const int a = table[low / TABLE_TOKENS], b = table[high / TABLE_TOKENS], i = (at - start) / 8;
     tile->keys[i] = side_of(cache, a, 0, head, low % S), tile->keys[i + 1] = side_of(cache, b, 0, head, high % S);
     tile->values[i] = side_of(cache, a, 1, head, low % S), tile->values[i + 1] = side_of(cache, b, 1, head, high % S);

@@ -17,6 +17,7 @@
 // 31; 4 and 5 are these rows of x, 6 and 7 the weights of a and b.
 #pragma once
 #include "lanes.h"
+#include "tile_shapes.h"
 
 #if BY_TILES
 #if INTEGERS
@@ -25,12 +26,6 @@
 #define TILE_X_BYTES 64
 #endif
 
-struct tile_shapes {  // what LDTILECFG reads
-  uint8_t palette, start, reserved[14];
-  uint16_t bytes[16];
-  uint8_t rows[16];
-};
-
 // For `tokens` rows of x, where they are fewer than sixteen: few cost less. Else blocks of sixteen, of which the last may have rows after the
 // last one of x.
 static inline void configure_tiles(int tokens) {
@@ -38,9 +33,9 @@ static inline void configure_tiles(int tokens) {
   struct tile_shapes shapes = {.palette = 1};
   for (int i = 0; i < 6; i++) {
     const int rows = i == 2 || i == 3 || i == 5 ? second : first;
-    shapes.rows[i] = (uint8_t)rows, shapes.bytes[i] = rows == 0 ? 0 : i < 4 ? 64 : TILE_X_BYTES;  // a tile has both, or neither
+    set_shape(&shapes, i, rows, i < 4 ? 64 : TILE_X_BYTES);
   }
-  for (int i = 6; i < 8; i++) shapes.rows[i] = TILE_X_BYTES / 4, shapes.bytes[i] = 64;
+  for (int i = 6; i < 8; i++) set_shape(&shapes, i, TILE_X_BYTES / 4, 64);
   _tile_loadconfig(&shapes);
 }
 

@@ -320,4 +320,4 @@ def _attention_areas(q: Tensor, K: int) -> Tensor:
     _, H, D = (int(d) for d in q.shape)
     group = H // K
     rows = group * max(1, 128 // group)
-    return empty(q, MAX_THREADS * (128 * D + rows * (3 * D + 32)))
+    return empty(q, MAX_THREADS * (256 * D + rows * (3 * D + 32)))
