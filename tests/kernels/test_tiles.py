@@ -122,7 +122,9 @@ def test_the_processor_computes_what_is_emulated(format: str, T: int) -> None:
 
 
 @on_amx
-@pytest.mark.parametrize("shape", [Shape(H=8, K=1, D=64), Shape(H=2, K=2, D=128, window=90), Shape(H=6, K=2, D=80, S=8)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [Shape(H=8, K=1, D=64), Shape(H=2, K=2, D=128, window=90), Shape(H=6, K=2, D=80), Shape(H=4, K=2, D=48, S=8)], ids=str
+)
 def test_the_processor_attends_as_is_emulated(shape: Shape) -> None:
     """Many rows and few, which have keys as another operand."""
     case = make(replace(shape, dtype="BF16"), [1, 70, 3], [700, 130, 289])

@@ -138,6 +138,13 @@ def test_wide_heads_of_gemma4(monkeypatch, variant):
     assert {choice.variant for choice in registry.choices()} == {variant}
 
 
+def check_rounded(step, dtype, variant, atol):
+    """Tiles of AMX round queries and weights to the cache's bfloat16."""
+    tiles = variant == "amx" and dtype == dtypes.bfloat16
+    off = np.abs(step.attend(dtype=dtype) - step.expected(dtype=dtype))
+    assert off.max() < (1e-2 if tiles else atol) and off.mean() < (1e-3 if tiles else atol), (off.max(), off.mean())
+
+
 SINKS = np.array([0.5, -2.0, 60.0, -60.0, 1.0, 2.0], np.float32)  # also far above all scores and far below
 
 
@@ -181,7 +188,7 @@ def test_latents_of_deepseek(monkeypatch):
     """Twenty heads in parts of five."""
     force(monkeypatch, VARIANTS[0], VARIANTS[0])
     step = Latents([290], [(270, 5)], heads=20, wide=576, latent=512, S=16, M=40, P=60)
-    np.testing.assert_allclose(step.attend(dtype=dtypes.bfloat16), step.expected(dtype=dtypes.bfloat16), atol=5e-6)
+    check_rounded(step, dtypes.bfloat16, VARIANTS[0], atol=5e-6)
 
 
 def test_a_prompts_row_of_latents_has_the_bits_of_a_decode(monkeypatch):
@@ -209,8 +216,7 @@ OF_HALVES = [(name, D, VARIANTS[0]) for name in HALVES for D in (16, 32, 48)] + 
 def test_half_caches_are_read_as_they_are(monkeypatch, name, D, variant):
     dtype = HALVES[name]
     monkeypatch.setenv("TINYVLLM_KERNELS", f"all={variant}")
-    step = Step([30], [(5, 11)], 2, D)
-    np.testing.assert_allclose(step.attend(dtype=dtype), step.expected(dtype=dtype), atol=2e-6)
+    check_rounded(Step([30], [(5, 11)], 2, D), dtype, variant, atol=2e-6)
 
 
 @pytest.mark.parametrize("variant", ["ref", VARIANTS[0]])

@@ -21,7 +21,7 @@ from tinyvllm.models.config import ModelConfig, Source, Transform, check_factors
 from tinyvllm.models.mixture import expert_products, gguf_expert_sources, gguf_experts, mixture, place_experts
 from tinyvllm.models.projections import LayerWeights, ModelWeights, Product
 from tinyvllm.ops.attention import PagedAttention
-from tinyvllm.ops.head import embed, norm_head
+from tinyvllm.ops.head import embed, norm_head, table_rows
 from tinyvllm.ops.linear import gate_up_silu, linear
 from tinyvllm.ops.lora import AdapterStack, lora_bias
 from tinyvllm.ops.norm import Norm
@@ -218,7 +218,7 @@ class Llama(Transformer):
         """The residual stream, float32 [T, E]: the embedding or what has arrived, then the output of each layer, before `final_norm`."""
         x = batch.arrived if batch.arrived is not None else self._embedded(batch)
         states = [x]
-        rotations = self.context(x, rope[batch.positions], batch)
+        rotations = self.context(x, table_rows(rope, batch.positions, batch.rows), batch)
         block_size = next((cache.S for cache in caches if isinstance(cache, LayerCache)), 1)
         attentions = [PagedAttention(each, block_size) for each in (batch, *batch.others)]
         for block, cache in zip(self.blk, caches, strict=True):

@@ -12,7 +12,7 @@ from tinyvllm.ops.facts import product_facts
 from tinyvllm.ops.linear import product
 from tinyvllm.ops.norm import Norm
 from tinyvllm.placement import Placement
-from tinyvllm.quant.layouts import PackedWeight
+from tinyvllm.quant.layouts import PackedWeight, RowWeight
 from tinyvllm.quant.slices import RowShare
 
 Table = Tensor | KernelTable
@@ -27,6 +27,13 @@ def embed(table: Table, tokens: Tensor, rows: Tensor, scale: float = 1.0) -> Ten
     if kernel is not None:
         return kernel.backend.embed(kernel.variant, table, tokens, rows, scale)
     return _scaled(table.rows(tokens) if scale == 1.0 else embed(table, tokens, rows), scale).contiguous()
+
+
+def table_rows(table: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
+    """Rows `ids` [T] int32 of a realized float32 table [V, E] by the embedding's kernel; the first `rows` [1] int32 count."""
+    placement, weight = Placement.of(ids.device), RowWeight(table, "F32", int(table.shape[0]), int(table.shape[1]))
+    kernel = select("embed", placement, f"{weight.O}x{weight.I} F32", product_facts(placement, weight))
+    return table[ids].contiguous() if kernel is None else kernel.backend.embed(kernel.variant, weight, ids, rows)
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:
