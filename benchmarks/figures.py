@@ -43,8 +43,10 @@ Line = dict[str, Any]
 SHAPE, EXPERTS = "tinyllama-1.1b", "qwen3-moe-4b"  # of benchmarks.shapes
 NAMES = {SHAPE: "TinyLlama-1.1B's shape", EXPERTS: "64 experts, 8 a token"}
 
-# what a row is called: format and test of `benchmarks.compare`
-COMPARED = {
+PROMPT = 512  # tokens
+
+# what a row is called: format and test of `benchmarks.compare`, and the tokens of the prompt if they are not PROMPT
+COMPARED: dict[str, tuple[str, str] | tuple[str, str, int]] = {
     "one sequence, bf16": ("BF16", "decode"),
     "one sequence, Q8_0": ("Q8_0", "decode"),
     "one sequence, Q4_0": ("Q4_0", "decode"),
@@ -56,6 +58,8 @@ COMPARED = {
     "prompt of 512 tokens, Q8_0": ("Q8_0", "prefill"),
     "prompt of 512 tokens, Q4_0": ("Q4_0", "prefill"),
     "prompt of 512 tokens, Q4_K_M": ("Q4_K_M", "prefill"),
+    "prompt of 1,536 tokens, bf16": ("BF16", "prefill", 1536),
+    "prompt of 1,536 tokens, Q4_K_M": ("Q4_K_M", "prefill", 1536),
 }
 
 
@@ -109,10 +113,12 @@ def compared(lines: list[Line], roofs: bool, shape: str = SHAPE) -> str:
     return table([f"tok/s, {NAMES[shape]}", *PEERS, "tinyvllm / best other", *roof_columns], rows)
 
 
-def runs(lines: list[Line], shape: str, format: str, test: str) -> list[Line]:
+def runs(lines: list[Line], shape: str, format: str, test: str, prompt: int = PROMPT) -> list[Line]:
     """The newest record of a test; and of each older one that has a peer which no newer one has: a ratio is of one run."""
     chosen, peers = list[Line](), set[str]()
     for line in reversed([one for one in lines if (one["shape"], one["format"], one["test"]) == (shape, format, test)]):
+        if test == "prefill" and line.get("prompt", PROMPT) != prompt:
+            continue
         if not chosen or not set(line["tok_s"]) <= peers:
             chosen.append(line)
             peers |= set(line["tok_s"])

@@ -89,6 +89,18 @@ def test_a_peer_that_an_older_run_alone_has_keeps_its_row() -> None:
     assert [one["commit"] for one in figures.runs(lines, "tinyllama-1.1b", "BF16", "decode")] == ["d", "b"]
 
 
+def test_prompts_of_another_length_have_rows_of_their_own() -> None:
+    def line(rate: float, prompt: int) -> figures.Line:
+        known = {"shape": "tinyllama-1.1b", "format": "BF16", "test": "prefill", "commit": "a"}
+        return {**known, "prompt": prompt, "tok_s": {"tinyvllm": {"rate": rate}}}
+
+    rows = compared([line(300.0, 512), line(200.0, 1536)], roofs=False).splitlines()[2:]
+    assert [[cell.strip() for cell in row.split("|")[1:3]] for row in rows] == [
+        ["prompt of 512 tokens, bf16", "300"],
+        ["prompt of 1,536 tokens, bf16", "200"],
+    ]
+
+
 def test_the_readme_has_the_last_processor_that_was_measured_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     own = {"commit": "a", "isa": "avx2", "cores": 2, "shape": "tinyllama-1.1b", "tok_s": {"tinyvllm": {"rate": 30.0}}}
