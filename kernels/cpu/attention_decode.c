@@ -20,7 +20,7 @@
 // split attention, so that nothing depends on the other sequences of the group.)
 //
 // A sequence of one partition is finished at once; if there is a longer one, all threads wait at a barrier, and (sequence, query head) are
-// the units of the merge. float32 throughout; the order of the arithmetic is attention.h's.
+// the units of the merge. Sums are float32; the order of the arithmetic is attention.h's.
 #include "attention.h"
 
 #ifndef CASCADE

@@ -13,7 +13,7 @@
 //   sinks         [H] float32, if SINKS      attention.h
 //
 // Units: (sequence, SPAN query positions, KV head), the latest and so the longest first. A thread reads the keys that any of its rows sees,
-// tile by tile, converts them once, and serves SPAN * G rows. float32 throughout; the order of the arithmetic is attention.h's.
+// tile by tile, converts them once, and serves SPAN * G rows. Sums are float32; the order of the arithmetic is attention.h's.
 #include "attention_area.h"
 
 NOINLINE void prefill_unit(const struct area *area, float *out, const float *q, const cached *cache, const int32_t *table,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+from typing import Any
 
 from tests.server.conftest import Running
 from tests.server.http.test_faults import idle, request, wait_for
@@ -32,15 +33,18 @@ def test_a_waiting_client_gets_its_response(server: Running) -> None:
 
 
 def test_a_half_closed_client_that_leaves_ends_its_request(server: Running) -> None:
+    def status() -> dict[str, Any]:
+        return server.service.models.loaded()["demo"].status()
+
     for stream in (True, False):
+        before = status()["tokens"]
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
-            body = {**ASKED, "max_tokens": 900, "stream": stream}
+            body = {**ASKED, "max_tokens": 900, "n": 4, "temperature": 1, "stream": stream}
             connection.sendall(request(json.dumps(body).encode(), PATH))
             connection.shutdown(socket.SHUT_WR)
-            wait_for(lambda: server.service.models.loaded()["demo"].status()["running"] == 1)
-            seen = server.service.models.loaded()["demo"].status()["tokens"]
+            wait_for(lambda: status()["running"] == 4)
         wait_for(lambda: idle(server))
-        assert server.service.models.loaded()["demo"].status()["tokens"] - seen < 300, "of 900; the status is up to a tenth of a second old"
+        assert 0 < status()["tokens"] - before < 3600, "its four sequences end before their 900 tokens"
 
 
 def test_unanswerable_connections_are_closed(server: Running) -> None:
