@@ -169,14 +169,28 @@ SELDOM = [*((name, "F32") for name in NAMES if name not in ("llama3.1", "qwen3",
     [*in_turn(OFTEN, ROWS), *(pytest.param(*case, row, marks=pytest.mark.long) for case in SELDOM for row in ROWS)],
 )
 def test_every_row_follows_the_reference(wide: Callable[[str], Path], name: str, format: str, row: str) -> None:
+    """Tiles of AMX round more of attention to bfloat16: their logits are as far off again, and a near tie may be told otherwise."""
     expected, tokens = reference(wide(name), name, format)
+    tiles = 2 if (row, format) == ("amx", "BF16") else 1
+    median, most = tiles * FORMATS[format].median, tiles * FORMATS[format].most
     with kernels(row), open_tiny(wide(name), **FORMATS[format].options) as llm:
         off = np.abs(llm.prompt_logits(FORMATS[format].prompt(name)) - expected).max(axis=1)
-        assert greedy(llm, prompts_of(2, 256), 32) == tokens
+        told = greedy(llm, prompts_of(2, 256), 32)
         check_rows(name, row)
         assert {choice.shape.split()[-1] for choice in registry.choices() if choice.stem == "norm_head"} == {format}
-    assert np.median(off) < FORMATS[format].median
-    assert off.max() < FORMATS[format].most
+    assert np.median(off) < median
+    assert off.max() < most
+    assert told == tokens or (tiles == 2 and shortfall(wide(name), format, told) < most)
+
+
+def shortfall(folder: Path, format: str, told: list[list[int]]) -> float:
+    """How far the logits of these tokens are below the best ones by the reference, at most."""
+    with kernels("ref"), open_tiny(folder, **FORMATS[format].options) as llm:
+        found = 0.0
+        for prompt, ids in zip(prompts_of(2, 256), told, strict=True):
+            logits = llm.prompt_logits([*prompt, *ids])[len(prompt) - 1 : -1]
+            found = max(found, float((logits.max(1) - logits[np.arange(len(ids)), ids]).max()))
+    return found
 
 
 # In none of them is a greedy step of the reference a near tie: its two best logits are at least CLEAR apart. Stories of less told by

@@ -16,6 +16,7 @@ from tinyvllm.quant.layouts import PackedWeight, RowWeight
 from tinyvllm.quant.slices import RowShare
 
 Table = Tensor | KernelTable
+WIDTH = 32  # columns that kernels read float32 rows by
 
 
 def embed(table: Table, tokens: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
@@ -31,8 +32,11 @@ def embed(table: Table, tokens: Tensor, rows: Tensor, scale: float = 1.0) -> Ten
 
 def table_rows(table: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
     """Rows `ids` [T] int32 of a realized float32 table [V, E] by the embedding's kernel; the first `rows` [1] int32 count."""
-    placement, weight = Placement.of(ids.device), RowWeight(table, "F32", int(table.shape[0]), int(table.shape[1]))
-    kernel = select("embed", placement, f"{weight.O}x{weight.I} F32", product_facts(placement, weight))
+    V, E = (int(n) for n in table.shape)
+    if E % WIDTH:
+        return table[ids].contiguous()
+    placement, weight = Placement.of(ids.device), RowWeight(table, "F32", V, E)
+    kernel = select("embed", placement, f"{V}x{E} F32", product_facts(placement, weight))
     return table[ids].contiguous() if kernel is None else kernel.backend.embed(kernel.variant, weight, ids, rows)
 
 
