@@ -2,7 +2,7 @@
 //
 //   out           [T, H, VALUE_D] float32     only rows of the prefill sequences are written
 //   scratch       [64 * THREAD_FLOATS] float32: an area for each of 64 threads (further threads do nothing);
-//                 THREAD_FLOATS = 128 * D + R * (3 * D + 32), R = max(1, 128 / G) * G in whole numbers, G = H / K
+//                 THREAD_FLOATS = 256 * D + R * (3 * D + 32), R = max(1, 128 / G) * G in whole numbers, G = H / K
 //   q             [T, H, D] float32
 //   cache         [P, BLOCK] CACHE_TYPE      blocks of keys and values (cache.h); this step's are in them
 //   block_tables  [B, M] int32
@@ -68,9 +68,7 @@ static inline void merge_rows(const struct area *area, const struct rows *rows, 
       for (int d = 0; d < VALUE_D; d += 16) v16_store(out + d, v16_load(sums + d));
       *total = weight[i];
     } else {
-      const v16 fresh = v16_set(new[i]), fade = v16_set(old[i]);
-      *total = v16_max_of(v16_fma(v16_set(weight[i]), fresh, v16_mul(v16_set(*total), fade)));
-      for (int d = 0; d < VALUE_D; d += 16) v16_store(out + d, v16_fma(v16_load(sums + d), fresh, v16_mul(v16_load(out + d), fade)));
+      merge_by(v16_set(old[i]), v16_set(new[i]), total, out, weight[i], sums);
     }
     area->out_top[r + i] = top[i];
     begin_partition(rows, r + i);

@@ -176,8 +176,8 @@ def round_bf16(x: np.ndarray) -> np.ndarray:
 
 
 def weights_in_tiles(scores: np.ndarray, start: int, D: int) -> np.ndarray:
-    """exp(scores) of [H, keys] from position `start` on as values are multiplied with them, each relative to e^8 ln 2 times at most as the
-    largest of its tile and those before it in the partition.
+    """exp(scores) of [H, keys] from position `start` on as values are multiplied with them, relative to a score at most 8 ln 2 below
+    the largest of its tile and those before it in the partition.
     """
     out, tile = np.zeros_like(scores), 128 if D <= 128 else 64
     for h, row in enumerate(scores):

@@ -16,7 +16,7 @@ from tinyvllm.quant.layouts import PackedWeight, RowWeight
 from tinyvllm.quant.slices import RowShare
 
 Table = Tensor | KernelTable
-WIDTH = 32  # columns that kernels read float32 rows by
+WIDTH = 32  # columns that kernels read rows by; a narrower table is offered to none, or a variant that is asked for would be an error
 
 
 def embed(table: Table, tokens: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:

@@ -245,14 +245,19 @@ static inline void begin_partition(const struct rows *rows, int r) {
   for (int d = 0; d < VALUE_D; d += 16) v16_store(rows->sums + r * rows->stride + d, v16_set(0.0f));
 }
 
+// Adds (partition_weight, sums) times `new` to (weight, out) times `old`.
+static inline void merge_by(v16 old, v16 new, float *weight, float *out, float partition_weight, const float *sums) {
+  *weight = v16_max_of(v16_fma(v16_set(partition_weight), new, v16_mul(v16_set(*weight), old)));
+  for (int d = 0; d < VALUE_D; d += 16) v16_store(out + d, v16_fma(v16_load(sums + d), new, v16_mul(v16_load(out + d), old)));
+}
+
 // Adds the next partition to (top, weight, out) of the partitions so far.
 static inline void merge(float *top, float *weight, float *out, float partition_top, float partition_weight, const float *sums) {
   const float peak = *top > partition_top ? *top : partition_top;
   const v16 old = exp_scaled(v16_set(*top - peak));
   const v16 new = exp_scaled(v16_set(partition_top - peak));
   *top = peak;
-  *weight = v16_max_of(v16_fma(v16_set(partition_weight), new, v16_mul(v16_set(*weight), old)));
-  for (int d = 0; d < VALUE_D; d += 16) v16_store(out + d, v16_fma(v16_load(sums + d), new, v16_mul(v16_load(out + d), old)));
+  merge_by(old, new, weight, out, partition_weight, sums);
 }
 
 // The sum of a row's weights, relative to its largest score `top`, with that of the head's sink.
