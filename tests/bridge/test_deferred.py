@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -81,3 +82,22 @@ def test_a_second_start_schedules_nothing() -> None:
         done = subprocess.run([sys.executable, "-c", WARM], capture_output=True, text=True, timeout=300, env=environment)
         assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == "[]", done.stderr
+
+
+FIRST = """
+import tinyvllm.runner.lean_tinygrad
+import tinygrad.codegen
+def generate(*arguments, **named):
+    raise AssertionError("a kernel is generated")
+tinygrad.codegen.full_rewrite_to_sink = generate
+from tinyvllm.cli import main
+assert main(["--prompt", "Once", "--max-tokens", "3", "--temperature", "0"]) == 0
+"""
+
+
+def test_a_first_start_generates_no_kernel(tmp_path: Path) -> None:
+    """All of a step is hand-written: nothing of it waits for tinygrad's code generator and one more compiler."""
+    environment = os.environ | {"TINYVLLM_CACHE": str(tmp_path)}
+    tmp_path.chmod(0o700)
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
