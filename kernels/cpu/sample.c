@@ -10,11 +10,14 @@
 //   count     [1] int32           rows of the batch
 //
 // SAMPLED, TOP_K, TOP_P, MIN_P, PENALIZED, BIASED (0 or 1) say what at least one row needs; a row that does not need it skips it. Row
-// NEUTRAL_ROW of `seen` and `bias` belongs to such rows and is neither read nor written. Any V.
+// NEUTRAL_ROW (if PENALIZED or BIASED) of `seen` and `bias` belongs to such rows and is neither read nor written. Any V.
 //
 // As many rows as divide evenly among the threads are drawn by one thread each; for each of the others every thread has a part of the
 // vocabulary. The scores are those of kernels/include/sampling.h, and all that is summed over tokens is int64, so no bit depends on how a
 // row is divided.
+//
+// Functions of a row or a run are not inlined: they are called from several places, and each copy is compiled again, half of the time that
+// this kernel took of a first start.
 #include "lanes.h"
 #include "sampling.h"
 #include "thread_team.h"
@@ -57,7 +60,7 @@ struct tables {
 };
 
 static struct part part_of(const struct thread_team *team, struct report *reports);
-static void draw(struct part *part, const struct tables *tables, int b);
+NOINLINE void draw(struct part *part, const struct tables *tables, int b);
 
 #if PENALIZED
 #define SEEN_ARGUMENT int32_t *seen,
@@ -99,10 +102,10 @@ static struct part part_of(const struct thread_team *team, struct report *report
 
 static void adjust(float *y, const float *x, const int32_t *seen, const uint8_t *prompted, const float *bias, const struct part *part,
                    SampleParams params);
-static float floor_of(struct part *part, const float *x, const SampleParams *params);
-static int32_t best_of(struct part *part, const float *x, const SampleParams *params, float floor);
+NOINLINE float floor_of(struct part *part, const float *x, const SampleParams *params);
+NOINLINE int32_t best_of(struct part *part, const float *x, const SampleParams *params, float floor);
 
-static void draw(struct part *part, const struct tables *tables, int b) {
+NOINLINE void draw(struct part *part, const struct tables *tables, int b) {
   const SampleParams params = tables->params[b];
   const float *x = tables->logits + (long)b * V;
   float *work = tables->work + b * ROW_FLOATS, floor = MINUS_INFINITY;
@@ -152,7 +155,7 @@ static float max_of(const float *x, int n) {  // NaNs left out; -inf if n is 0
   return max;
 }
 
-static float min_of(const float *x, int n) {
+NOINLINE float min_of(const float *x, int n) {
   float each[16], min = -MINUS_INFINITY;
   v16 min16 = v16_set(-MINUS_INFINITY);
   int i = 0;
@@ -192,7 +195,7 @@ static inline struct report *report_of(const struct part *part, int thread) {
   return part->reports + (part->turn & 1) * MAX_THREADS + thread;
 }
 
-static int32_t best_of(struct part *part, const float *x, const SampleParams *params, float floor) {
+NOINLINE int32_t best_of(struct part *part, const float *x, const SampleParams *params, float floor) {
   const int noisy = SAMPLED && params->inverse_temperature != 0.0f, filtered = FILTERED && floor > MINUS_INFINITY;
   float best = MINUS_INFINITY;
   int32_t token = -1, broken = 0;
@@ -228,7 +231,7 @@ static int32_t best_of(struct part *part, const float *x, const SampleParams *pa
 }
 
 #if FILTERED
-static void share_range(struct part *part, float *low, float *high) {  // the minimum of `low` and the maximum of `high` of all threads
+NOINLINE void share_range(struct part *part, float *low, float *high) {  // the minimum of `low` and the maximum of `high` of all threads
   report_of(part, part->team->thread)->low = *low;
   report_of(part, part->team->thread)->high = *high;
   barrier(part->team);
@@ -240,7 +243,7 @@ static void share_range(struct part *part, float *low, float *high) {  // the mi
   part->turn++;
 }
 
-static void share_sums(struct part *part, int64_t *sums) {
+NOINLINE void share_sums(struct part *part, int64_t *sums) {
   for (int j = 0; j < WAYS; j++) report_of(part, part->team->thread)->sums[j] = sums[j];
   barrier(part->team);
   for (int j = 0; j < WAYS; j++) sums[j] = 0;
@@ -256,11 +259,11 @@ struct weigher {  // the weight of a logit in a search: e^((x - peak) * inverse)
   int by_probability;
 };
 
-static float search(struct part *part, const float *x, int n, float low, float high, const struct weigher *weigher, int64_t share,
-                    int32_t top_p);
+NOINLINE float search(struct part *part, const float *x, int n, float low, float high, const struct weigher *weigher, int64_t share,
+                      int32_t top_p);
 
 // The lowest logit that passes the row's filters; any number if a logit is NaN.
-static float floor_of(struct part *part, const float *x, const SampleParams *params) {
+NOINLINE float floor_of(struct part *part, const float *x, const SampleParams *params) {
   const int n = part->end - part->first, runs = (n + RUN - 1) / RUN;
   float *maxima = part->maxima + part->first / RUN;
   for (int c = 0; c < runs; c++) maxima[c] = max_of(x + c * RUN, min(RUN, n - c * RUN));
@@ -285,7 +288,7 @@ static float floor_of(struct part *part, const float *x, const SampleParams *par
 
 // Sixteen numbers from low to high in ascending order. At equal distances as numbers or, every second time, as bits, so that no
 // distribution can make a search long.
-static void divide(float *border, float low, float high, int turn) {
+NOINLINE void divide(float *border, float low, float high, int turn) {
   const float width = high - low;
   const uint64_t from = order_of(low), steps = order_of(high) - from;
   for (int j = 1; j < WAYS - 1; j++) {
@@ -341,8 +344,8 @@ static int keep(float *list, const float *x, int n, float low, float below) {
 
 // The largest of the x of all threads such that those that reach it weigh `share` together, or top_p of all, if share is 0; x below low
 // weigh nothing, high is the largest x. Every turn keeps those between two neighbouring borders, and at least the largest goes.
-static float search(struct part *part, const float *x, int n, float low, float high, const struct weigher *weigher, int64_t share,
-                    int32_t top_p) {
+NOINLINE float search(struct part *part, const float *x, int n, float low, float high, const struct weigher *weigher, int64_t share,
+                      int32_t top_p) {
   int64_t above = 0;  // the weight of those that were dropped above the range
   for (int turn = 0; low < high; turn++) {
     float border[WAYS];

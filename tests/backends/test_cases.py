@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 
 from tests.kernels.answers import PATH, answers
 from tinyvllm.backends import cases, registry
 from tinyvllm.backends.cases import Case, Site, case_of, inputs, wrong
-from tinyvllm.backends.cases.case import Sizes
+from tinyvllm.backends.cases.case import FEATURES, Sizes
 from tinyvllm.backends.cases.expected import computed_answer
 from tinyvllm.backends.collecting import collecting_kernels
 from tinyvllm.backends.limits import ShapeFacts
+from tinyvllm.backends.operands import DrawInputs
+from tinyvllm.backends.source import kernel_text
 from tinyvllm.placement import Placement
 from tinyvllm.quant.formats import Layout, formats_in
 from tinyvllm.quant.kv import KV_FORMATS
@@ -23,6 +25,7 @@ PASSING = [Case("embed", "BF16", "panels"), Case("embed", "Q8_0", "rows"), Case(
 PASSING += [Case("norm_head", "F16"), Case("norm_qkv_rope_store", "Q4_0", cache="F16"), Case("kv_append", cache="BF16"), Case("advance")]
 PASSING += [Case("attention_decode", cache="F32", head_dim=64), Case("attention_prefill", cache="BF16", head_dim=48), Case("kv_copy")]
 PASSING += [Case("sample"), Case("lora_bias"), Case("gated_delta"), Case("gated_delta", drafts=True)]
+PASSING += [Case("sample", features=features, vocabulary=V) for features, V in zip(FEATURES, (300, 301, 1000, 3072) * 2, strict=True)]
 PASSING += [Case("attention_decode", cache="BF16", head_dim=64, heads=(14, 2), table_blocks=64)]
 PASSING += [Case("attention_prefill", cache="KV_INT8", head_dim=128, heads=(12, 3), table_blocks=3)]
 PASSING += [Case("attention_decode", cache="KV_INT8", head_dim=48), Case("attention_prefill", cache="KV_INT4", head_dim=64)]
@@ -55,7 +58,7 @@ def test_the_recorded_answers_are_up_to_date(recorded):
 
 def test_the_file_is_small():
     kinds = {inputs.numbers_of(format) for layout in Layout for format in formats_in(layout)}
-    assert PATH.stat().st_size < 80_000 + 8_000 * len(kinds)
+    assert PATH.stat().st_size < 82_000 + 8_000 * len(kinds)
 
 
 @pytest.mark.parametrize("variant", [VARIANTS[0], "plain"])
@@ -101,6 +104,10 @@ def test_what_is_wrong_is_named(change, words, recorded):
         ("attention_decode", {"cache_format": "BF16", "head_dim": 64, "sinks": True}, "attention_decode BF16 D=64 sinks"),
         ("attention_prefill", {"cache_format": "F16", "head_dim": 256, "cap": True}, "attention_prefill F16 D=48 capped"),
         ("advance", {}, "advance"),
+        ("sample", {"vocabulary": 3072, "features": "sampled+top_k+top_p"}, "sample sampled+top_k+top_p"),
+        ("sample", {"vocabulary": 299, "features": "sampled"}, "sample"),
+        ("sample", {"vocabulary": 3072, "features": "sampled+top_p+biased"}, "sample"),
+        ("sample", {"vocabulary": 3072}, "sample"),
         ("gated_delta", {"head_dim": 128, "outputs": 128, "drafts": 16}, "gated_delta drafts"),
         ("quantize", {}, None),
     ],
@@ -124,6 +131,19 @@ def test_attention_on_the_cpu_is_tested_with_the_models_own_kernel():
     for at, heads in ((CPU, (8, 8)), (CPU, (8, 1)), (CPU, (512, 128)), (Placement("CUDA"), (32, 8))):  # nothing repeats, or too much
         usual = case_of("attention_decode", ShapeFacts(at, query_heads=heads[0], kv_heads=heads[1], **facts))
         assert usual == own and (usual.heads, usual.table_blocks) == ((4, 2), 0), "verdicts do not depend on it"
+
+
+def test_draws_on_the_cpu_are_tested_with_the_models_own_kernel():
+    case = case_of("sample", ShapeFacts(CPU, vocabulary=3072, features="sampled+top_p"))
+    assert case is not None and case.vocabulary == 3072
+    lines, logits = Tensor.zeros(1, 12, dtype=dtypes.int32, device="CPU"), Tensor.empty(1, 3072, device="CPU")
+    how = DrawInputs(lines, Tensor.empty(1, dtype=dtypes.int32, device="CPU"), 64, sampled=True, top_p=True)
+    with collecting_kernels() as tested:
+        cases.run(case, Site(registry.BACKENDS["CPU"], VARIANTS[0], "CPU"))
+    with collecting_kernels() as own:
+        registry.BACKENDS["CPU"].sample(VARIANTS[0], logits, how)
+    assert [kernel_text(kernel) for kernel in tested] == [kernel_text(kernel) for kernel in own]
+    assert case_of("sample", ShapeFacts(Placement("CUDA"), vocabulary=3072, features="sampled+top_p")) == Case("sample")
 
 
 def test_a_head_that_differs_from_its_repetition_is_wrong(recorded):

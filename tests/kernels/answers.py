@@ -10,6 +10,7 @@ import numpy as np
 from tests.kernels import delta_rule
 from tinyvllm.backends import selftest
 from tinyvllm.backends.cases import adapters, expected, inputs, products, states, tokens
+from tinyvllm.backends.cases.case import FEATURES
 from tinyvllm.backends.cases.inputs import EPS, PERIOD, Arrays, S, activations, columns, numbers, numbers_of, weight_rows
 from tinyvllm.batch import NO_SLOT
 from tinyvllm.quant.formats import Layout, formats_in
@@ -24,6 +25,7 @@ def answers() -> Arrays:
     """Every answer, by "STEM FORMAT/RESULT"."""
     fixed = {"kv_append": kv_append(), "advance": advance(), "kv_copy": kv_copy(), "sample": sample(), "pack_tiles": {"equal": np.ones(1)}}
     found = {f"{stem}/{name}": array for stem, arrays in fixed.items() for name, array in arrays.items()}
+    found |= {f"sample {features}/{name}": array for features in FEATURES for name, array in sample_by(features).items()}
     found |= {f"lora_bias/{name}": array for name, array in lora_bias().items()}
     found |= {f"gated_delta/{name}": array for name, array in gated_delta().items()}
     found |= {f"gated_delta drafts/{name}": array for name, array in gated_delta_with_drafts().items()}
@@ -163,6 +165,19 @@ def sample() -> Arrays:
         without = without[:3] if (k, p, far) == ALL_FILTERS else without  # where one filter does what another does, too
         assert all(other == row or drawn_from(b, *other)[0] != token for other in without), f"row {b} does not need all it asks for"
     return {"tokens": np.array(drawn), "positions": np.array([row[0][4] + 1 for row in tokens.DRAWS]), "counted": np.array(counted)}
+
+
+def sample_by(features: str) -> Arrays:
+    """Tokens and positions of the same rows by these features alone; each feature changes a token."""
+    rows, drawn = tokens.draws_of(features), []
+    for b, row in enumerate(rows):
+        token, margin = drawn_from(b, *row)
+        assert margin > MARGIN, f"row {b} with {features} is drawn by {margin:.1e}: choose other seeds"
+        drawn.append(token)
+    for name in features.split("+")[1:]:
+        less = tokens.draws_of(features.replace(f"+{name}", ""))
+        assert [drawn_from(b, *row)[0] for b, row in enumerate(less)] != drawn, f"{features} draws the same without {name}"
+    return {"drawn": np.array([drawn, [row[0][4] + 1 for row in rows]], np.int32)}
 
 
 def drawn_from(b: int, places: tuple[int, ...], inverse: float, filters: tuple[int, int], rest: tuple[float, ...]) -> tuple[int, float]:

@@ -37,6 +37,7 @@ class ShapeFacts:
     table_blocks     blocks in a row of the block table
     cache_format     "F32", "F16", "BF16", or packed: "KV_FP8", "KV_INT8", "KV_INT4"; cache_elements, cache_bytes: of one layer's cache
     vocabulary       tokens
+    features         what rows of a draw ask for: "sampled+top_p"; "" if that is not known
     drafts           that a slot of recurrent states keeps
     """
 
@@ -70,6 +71,7 @@ class ShapeFacts:
     cache_elements: int = 0
     cache_bytes: int = 0
     vocabulary: int = 0
+    features: str = ""
     drafts: int = 0
 
     @property

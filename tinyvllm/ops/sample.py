@@ -222,5 +222,5 @@ def draw(logits: Tensor, how: DrawInputs) -> Tensor | None:
     """
     V, placement = int(logits.shape[1]), Placement.of(logits.device)
     features = "+".join(name.lower() for name, on in how.features.items() if on) or "greedy"
-    kernel = select("sample", placement, f"V={V} {features}", ShapeFacts(placement, vocabulary=V))
+    kernel = select("sample", placement, f"V={V} {features}", ShapeFacts(placement, vocabulary=V, features=features))
     return None if kernel is None else kernel.backend.sample(kernel.variant, logits, how)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field, replace
+from itertools import combinations
 
-from tinyvllm.backends.cases.inputs import GROUPS, QUERY_HEADS, VOCABULARY, S, columns, numbers_of
+from tinyvllm.backends.cases.inputs import DRAWN, GROUPS, QUERY_HEADS, VOCABULARY, S, columns, numbers_of
 from tinyvllm.backends.limits import ShapeFacts
 from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.quant.formats import FORMATS, Layout
@@ -18,6 +19,8 @@ TESTED = frozenset(
     }
 )  # fmt: skip
 MAX_HEADS = 256  # of a case: each has a copy of inputs
+# Of draws that are tested with the model's own kernel. Penalties and biases have tables of rows of the vocabulary, which take too much.
+FEATURES = tuple("+".join(("sampled", *filters)) for n in range(4) for filters in combinations(("top_k", "top_p", "min_p"), n))
 WIDE = 512  # features of a head whose values GPUs divide in halves
 MAX_WEIGHTS = 1 << 20  # of a product that is tested in the model's own sizes: they are packed before the first step
 _MIXED = ("norm_qkv_rope_store", "norm_gate_up_silu", "experts_gate_up_silu")  # whose parts may be in several formats
@@ -45,7 +48,8 @@ class Case:
     `drafts` recurrent states keep some, whatever the number that the model's keep. `heads`
     are the query and KV heads of attention, and `table_blocks` the least width of its block tables: where they are the model's, the kernel
     of the case is the model's own, and one compilation serves both. Results are the same with any. So are `sizes`, those of a small product
-    of the model: weights and answers then repeat those of the usual sizes.
+    of the model: weights and answers then repeat those of the usual sizes. So is the `vocabulary` of a draw by `features`; without them
+    it is by all.
     """
 
     stem: str
@@ -56,9 +60,11 @@ class Case:
     cap: bool = False
     sinks: bool = False
     drafts: bool = False
+    features: str = ""
     heads: tuple[int, int] = field(default=(QUERY_HEADS, GROUPS), compare=False)
     table_blocks: int = field(default=0, compare=False)
     sizes: Sizes | None = field(default=None, compare=False)
+    vocabulary: int = field(default=DRAWN, compare=False)
 
     @property
     def is_mixed(self) -> bool:
@@ -79,13 +85,13 @@ class Case:
         """As in messages and on disk: "matmul Q8_0"."""
         dim = f"D={self.head_dim}" if self.head_dim else ""
         policies = "capped" * self.cap, "sinks" * self.sinks, "drafts" * self.drafts
-        return " ".join(word for word in (self.stem, self.format, self.layout, self.cache, dim, *policies) if word)
+        return " ".join(word for word in (self.stem, self.format, self.layout, self.cache, dim, *policies, self.features) if word)
 
     @property
     def answer(self) -> str:
         """Which answer it has: float formats, grouped formats and cache formats hold the same numbers."""
         values = "" if self.format not in FORMATS or self.stem == "pack_tiles" else numbers_of(self.format)
-        return " ".join(word for word in (self.stem, values, str(self.head_dim or ""), "drafts" * self.drafts) if word)
+        return " ".join(word for word in (self.stem, values, str(self.head_dim or ""), "drafts" * self.drafts, self.features) if word)
 
     @property
     def tolerances(self) -> Mapping[str, float]:
@@ -128,6 +134,9 @@ def case_of(stem: str, facts: ShapeFacts | None) -> Case | None:
         heads = facts.query_heads, facts.kv_heads
         shares = facts.placement.is_cpu and facts.block_size == S and heads[1] > 1 and 2 * heads[1] <= heads[0] <= MAX_HEADS
         return replace(case, heads=heads, table_blocks=facts.table_blocks) if shares else case
+    if stem == "sample":
+        own = facts.placement.is_cpu and facts.features in FEATURES and facts.vocabulary >= DRAWN
+        return Case(stem, features=facts.features, vocabulary=facts.vocabulary) if own else Case(stem)
     layout = Layout(facts.layout).value if stem == "embed" else ""
     cached = stem in ("norm_qkv_rope_store", "kv_append")
     format = facts.format if stem in _MIXED else facts.format.split("+")[0]

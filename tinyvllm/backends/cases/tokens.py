@@ -27,8 +27,10 @@ def advance(site: Site, case: Case) -> list[Arrays]:
 
 
 NEUTRAL = 6  # row of the draw's tables that changes nothing
+OUTSIDE = -64.0  # logits of tokens that only the model's own vocabulary has: never drawn, and without weight
+Draw = tuple[tuple[int, ...], float, tuple[int, int], tuple[float, ...]]
 # seen_row, bias_row, seeds and position; 1 / temperature; top_k, top_p; min_p, penalties: greedy, plain, then one filter each, then all
-DRAWS: tuple[tuple[tuple[int, ...], float, tuple[int, int], tuple[float, ...]], ...] = (
+DRAWS: tuple[Draw, ...] = (
     ((NEUTRAL, NEUTRAL, 1, 2, 3), 0.0, (DRAWN, 1 << 30), (-np.inf, 1.0, 0.0, 0.0)),
     ((NEUTRAL, NEUTRAL, 1, 2, 3), 0.5, (DRAWN, 1 << 30), (-np.inf, 1.0, 0.0, 0.0)),
     ((NEUTRAL, NEUTRAL, 1, 2, 3), 0.5, (5, 1 << 30), (-np.inf, 1.0, 0.0, 0.0)),
@@ -38,11 +40,22 @@ DRAWS: tuple[tuple[tuple[int, ...], float, tuple[int, int], tuple[float, ...]], 
 )
 
 
-def draw_lines() -> np.ndarray:
+def draws_of(features: str) -> tuple[Draw, ...]:
+    """DRAWS without all that `features` does not name; without features as they are."""
+    if not features:
+        return DRAWS
+    top_k, top_p, min_p = (name in features for name in ("top_k", "top_p", "min_p"))
+    return tuple(
+        ((NEUTRAL, NEUTRAL, *seeds), inverse, (k if top_k else DRAWN, p if top_p else 1 << 30), (far if min_p else -np.inf, 1.0, 0.0, 0.0))
+        for (_, _, *seeds), inverse, (k, p), (far, *_) in DRAWS
+    )
+
+
+def draw_lines(case: Case) -> np.ndarray:
     """int32 [rows, 12], SampleParams of kernels/include/params.h."""
     lines = np.zeros((len(DRAWS), 12), np.int32)
-    for line, (places, inverse_temperature, filters, rest) in zip(lines, DRAWS, strict=True):
-        line[:5], line[6:8] = places, filters
+    for line, (places, inverse_temperature, (top_k, top_p), rest) in zip(lines, draws_of(case.features), strict=True):
+        line[:5], line[6:8] = places, (case.vocabulary if top_k == DRAWN else top_k, top_p)
         line.view(np.float32)[[5, 8, 9, 10, 11]] = inverse_temperature, *rest
     return lines
 
@@ -57,10 +70,15 @@ def draw_tables() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 def sample(site: Site, case: Case) -> list[Arrays]:
     logits, counts, prompted, bias = draw_tables()
-    lines, seen = site.place(draw_lines()), site.place(counts)
-    how = DrawInputs(
-        lines, site.int32(len(DRAWS)), NEUTRAL, True, True, True, True, (seen, site.place(prompted)), site.place(bias)
-    )  # fmt: skip
+    lines, count = site.place(draw_lines(case)), site.int32(len(DRAWS))
+    if case.features:
+        top_k, top_p, min_p = (name in case.features for name in ("top_k", "top_p", "min_p"))
+        how = DrawInputs(lines, count, NEUTRAL, True, top_k, top_p, min_p)
+        own = np.pad(logits, ((0, 0), (0, case.vocabulary - DRAWN)), constant_values=OUTSIDE)
+        tokens = realized(site.backend.sample(site.variant, site.place(own), how))[0]
+        return [{"drawn": np.stack([tokens, download(lines)[:, 4]])}]
+    seen = site.place(counts)
+    how = DrawInputs(lines, count, NEUTRAL, True, True, True, True, (seen, site.place(prompted)), site.place(bias))
     tokens = realized(site.backend.sample(site.variant, site.place(logits), how))[0]
     counted = np.argwhere(download(seen) - counts).astype(np.int32)
     return [{"tokens": tokens, "positions": download(lines)[:, 4], "counted": counted}]

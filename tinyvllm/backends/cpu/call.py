@@ -297,7 +297,8 @@ class CpuBackend(ExpertKernels, StateKernels):
         ins = [logits, *seen[1:], *present(draw.bias), draw.count]
         defines = {name: int(on) for name, on in features.items()}
         work = 4 * B * V * (1 + 2 * sum(defines.values()))
-        kernel = Kernel.cpu("sample", variant, len(outs), len(ins), bytes=work, V=V, NEUTRAL_ROW=draw.neutral_row, **defines)
+        rows = {"NEUTRAL_ROW": draw.neutral_row} if adjusted else {}  # else the kernel has no tables, and serves any batch
+        kernel = Kernel.cpu("sample", variant, len(outs), len(ins), bytes=work, V=V, **rows, **defines)
         return launch(kernel, outs, ins)[0]
 
     def pack_tiles(self, variant: str, placement: Placement, rows: RowSource, format: str, I: int) -> Tensor:
