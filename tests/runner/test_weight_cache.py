@@ -17,7 +17,10 @@ from tests.runner.test_weights import as_bf16, check_rows, load, write
 from tests.storage.attacks import ATTACKS
 from tests.storage.test_digests import edit
 from tinyvllm.runner import weight_cache, weights
-from tinyvllm.storage import folders
+from tinyvllm.storage import digests, folders
+
+
+check = weight_cache._check
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +74,33 @@ def test_every_piece_is_checked(tmp_path, packed):
         path.write_bytes(whole[:at] + bytes(4096) + whole[at + 4096 :])
         check_rows(load(tmp_path, "bfloat16", kept=cache).model, as_bf16(tensors), {"BF16"})
         assert len(packed) > once, f"byte {at}"
+
+
+def test_a_file_is_checked_once_after_each_change(tmp_path, packed, monkeypatch):
+    monkeypatch.setattr(digests, "_SETTLED_NS", -(10**18))
+    tensors, cache, checked = write(tmp_path), tmp_path / "cache", []
+    monkeypatch.setattr(weight_cache, "_check", lambda *given: (checked.append(1), check(*given)))
+    for expected in (0, 1, 1, 1):  # packed, checked, and then known
+        check_rows(load(tmp_path, "bfloat16", kept=cache).model, as_bf16(tensors), {"BF16"})
+        assert len(checked) == expected
+    once = len(packed)
+    (path,) = (cache / "weights").glob("*.panels")
+    edit(path, 70)  # of equal size, with the time of before
+    load(tmp_path, "bfloat16", kept=cache)
+    assert len(checked) == 2 and len(packed) == 2 * once
+    load(tmp_path, "bfloat16", kept=cache)
+    (index,) = (cache / "weights").glob("*.index")
+    shutil.copy(index, tmp_path / "other")
+    (tmp_path / "other").replace(index)  # the same sums: still known
+    load(tmp_path, "bfloat16", kept=cache)
+    assert len(checked) == 3 and len(packed) == 2 * once
+
+
+def test_a_file_that_may_still_change_is_not_remembered(tmp_path, packed, monkeypatch):
+    write(tmp_path)
+    for _ in range(2):
+        load(tmp_path, "bfloat16", kept=tmp_path / "cache")
+    assert not [*(tmp_path / "cache" / "weights").glob("*.checked")]
 
 
 def test_edited_weights_of_equal_size_and_time_are_another_model(tmp_path, packed):

@@ -1,9 +1,10 @@
 """Packed matrices kept on disk, so that the next start maps them as they are instead of packing them again.
 
 The cache folder has one file per model and way of packing, and an index. Both are named by the digest of the model's content, so that
-other weights in the same file are another model, and a copy of the file is the same. A start maps the file read-only and checks the sums
-of every matrix before it uses one, at the speed of memory: a second engine, or a later start with the file still in memory, shares its
-pages. The index is written last. Matrices are packed into memory and then written: a full disk is an error of that write.
+other weights in the same file are another model, and a copy of the file is the same. A start maps the file read-only; a second engine, or a
+later start with the file still in memory, shares its pages. Before it uses a matrix it checks the sums of all, unless an earlier start has
+done so since the file last changed. The index is written last. Matrices are packed into memory and then written: a full disk is an error of
+that write.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tinyvllm.backends.cpu.nodes import over_memory_nodes
 from tinyvllm.errors import ModelError
 from tinyvllm.lazy_dataclass import dataclass
 from tinyvllm.storage.cache import CacheFolder, open_cache, replace_file
-from tinyvllm.storage.digests import sums
+from tinyvllm.storage.digests import file_state, is_settled, sums
 from tinyvllm.storage.folders import Refusal, open_believed, reason_of, remove, warn_once
 from tinyvllm.weights.checkpoint import Checkpoint
 from tinyvllm.weights.identity import weights_digest
@@ -165,36 +166,63 @@ def _mapped(cache: CacheFolder, stem: str) -> dict[str, Product]:
         return {}
     entries = json.loads(index)
     try:
-        views = _views(room / f"{stem}.panels", entries)
-        for entry, found in zip(entries.values(), sums(*views), strict=True):
-            if found != entry["sums"]:
-                raise Refusal("packed weights are damaged")
+        with open(open_believed(room / f"{stem}.panels"), "rb", buffering=0) as file:
+            mapped = _maps(file.fileno(), entries)
+            views = [np.frombuffer(each, np.uint8) for each in mapped]
+            if not _was_checked(cache, stem, index, file.fileno()):
+                _check(views, entries)
+                _note_checked(cache, stem, index, file.fileno())
+            else:  # read now what is not in memory, in large pieces
+                for each in mapped:
+                    each.madvise(mmap.MADV_WILLNEED)
     except FileNotFoundError:
         return {}
     except Refusal as reason:
         cache.discard(name, str(reason))
-        remove(room / f"{stem}.index")
+        for rest in ("index", "checked"):
+            remove(room / f"{stem}.{rest}")
         return {}
     with suppress(OSError):
         os.utime(room / f"{stem}.index")  # used now
     return {product: (e["format"], e["O"], view) for (product, e), view in zip(entries.items(), views, strict=True)}
 
 
-def _views(path: Path, entries: dict[str, Any]) -> list[np.ndarray]:
-    """The mapped bytes of each product. FileNotFoundError; Refusal if the file is not ours, or shorter than its index says."""
-    descriptor = open_believed(path)
+def _maps(descriptor: int, entries: dict[str, Any]) -> list[mmap.mmap]:
+    """The mapped bytes of each product. Refusal if the file is shorter than its index says."""
     try:
         size, needed = os.fstat(descriptor).st_size, max(e["offset"] + e["bytes"] for e in entries.values())
         if size < needed:  # a page after the end would be a SIGBUS
             raise Refusal(f"truncated: {size} bytes, expected {needed}")
         return [
-            np.frombuffer(mmap.mmap(descriptor, e["bytes"], flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=e["offset"]), np.uint8)
-            for e in entries.values()
+            mmap.mmap(descriptor, e["bytes"], flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=e["offset"]) for e in entries.values()
         ]
     except (OSError, ValueError) as error:  # ValueError: it became shorter meanwhile
         raise Refusal(reason_of(error) if isinstance(error, OSError) else str(error)) from error
-    finally:
-        os.close(descriptor)
+
+
+def _check(views: list[np.ndarray], entries: dict[str, Any]) -> None:
+    """Refusal if a byte of a product is not as it was written."""
+    for entry, found in zip(entries.values(), sums(*views), strict=True):
+        if found != entry["sums"]:
+            raise Refusal("packed weights are damaged")
+
+
+def _was_checked(cache: CacheFolder, stem: str, index: bytes, descriptor: int) -> bool:
+    """Whether an earlier start has checked this file by this index, and nothing has written to it since."""
+    return cache.read(f"{_ROOM}/{stem}.checked") == _checked(index, file_state(descriptor))
+
+
+def _note_checked(cache: CacheFolder, stem: str, index: bytes, descriptor: int) -> None:
+    """Later starts need not check it. What they find after a loss of power is what this one has read: the file is on the disk first."""
+    state = file_state(descriptor)
+    if is_settled(state):
+        with suppress(OSError):
+            os.fsync(descriptor)
+            cache.write(f"{_ROOM}/{stem}.checked", _checked(index, state))
+
+
+def _checked(index: bytes, state: list[int]) -> bytes:
+    return json.dumps([hashlib.sha256(index).hexdigest(), *state]).encode()
 
 
 def _begin(cache: CacheFolder, room: Path, stem: str, total: int) -> _Writing | None:
@@ -221,6 +249,7 @@ def _make_space(room: Path, total: int) -> None:
         if held + total <= MAX_FOLDER_BYTES and shutil.disk_usage(room).free >= _SPARE * total:
             return
         held -= path.lstat().st_size
+        remove(path.with_suffix(".checked"))
         remove(path.with_suffix(".index"))
         remove(path)
 

@@ -51,21 +51,26 @@ def _file_digest(path: Path, stopped: Callable[[], bool] | None) -> str:
     place = f"digests/{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}"
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        before = _state(descriptor)
+        before = file_state(descriptor)
         if (remembered := _remembered(place, before)) is not None:
             return remembered
         digest = _digest_of(descriptor, before[2], stopped)
-        if _state(descriptor) == before and max(before[3:]) < time.time_ns() - _SETTLED_NS:
+        if file_state(descriptor) == before and is_settled(before):
             open_cache().write(place, json.dumps([*before, digest]).encode())
     finally:
         os.close(descriptor)
     return digest
 
 
-def _state(descriptor: int) -> list[int]:
+def file_state(descriptor: int) -> list[int]:
     """What changes when the content does: device, inode, size, time of modification, time of change."""
     status = os.fstat(descriptor)
     return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def is_settled(state: list[int]) -> bool:
+    """Whether the next change of the file will change this state."""
+    return max(state[3:]) < time.time_ns() - _SETTLED_NS
 
 
 def _remembered(place: str, state: list[int]) -> str | None:
