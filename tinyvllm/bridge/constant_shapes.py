@@ -37,11 +37,12 @@ def _is_number(node: UOp) -> bool:
 
 
 def _empty_of(shape: tuple[Any, ...], dtype: Any = None, device: Any = None, axis: int | None = None, num: int | None = None) -> UOp:
-    if len(shape) < 2 or isinstance(device, tuple) or not all(type(size) is int for size in shape):
+    if not shape or isinstance(device, tuple) or not all(type(size) is int for size in shape):
         odd: UOp = _empty(shape, dtype, device, axis, num)
         return odd
     dtype = dtypes.default_float if dtype is None else to_dtype(dtype)
-    return UOp(Ops.RESHAPE, dtype, (UOp.new_buffer(canonicalize_device(device), prod(shape), dtype, num), _sizes(shape)))
+    buffer = UOp.new_buffer(canonicalize_device(device), prod(shape), dtype, num)
+    return buffer if len(shape) == 1 else UOp(Ops.RESHAPE, dtype, (buffer, _sizes(shape)))
 
 
 @functools.cache
