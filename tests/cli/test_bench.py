@@ -35,6 +35,13 @@ def test_each_test_counts_the_tokens_that_it_computed(monkeypatch: pytest.Monkey
     assert (alone := roof[tests[1]]) and (together := roof[tests[4]]) and alone < together < 3 * alone
 
 
+@pytest.mark.parametrize("test", [Workload(0, 6), Workload(40, 0), Workload(0, 1, 31, 2)], ids=lambda test: test.name)
+def test_a_test_alone_has_the_context_that_it_needs(test: Workload) -> None:
+    with LLM(DEFAULT_MODEL, device="CPU", **bench_options([test], 16), speculative_config="off", skip_tokenizer_init=True) as llm:
+        (speed,) = run_tests(llm, [test], 1)
+    assert speed.mean > 0
+
+
 def test_reports(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ARGUMENTS, "-o", "json"]) == 0
     records = json.loads(capsys.readouterr().out)

@@ -39,8 +39,8 @@ class Workload:
 
     @property
     def length(self) -> int:
-        """Tokens of one sequence at the end."""
-        return max(self.depth, 1) + self.prompt + self.decoded + 2  # one untimed step, and the token that no step computes
+        """The context that a sequence needs: it must not end in the last step that is timed."""
+        return max(self.depth, 1) + self.prompt + self.decoded + 3  # the first token, one untimed step, and one token that is not decoded
 
     @property
     def context(self) -> float:
