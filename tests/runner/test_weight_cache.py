@@ -18,7 +18,7 @@ from tests.storage.attacks import ATTACKS
 from tests.storage.test_digests import edit
 from tinyvllm.runner import weight_cache, weights
 from tinyvllm.storage import digests, folders
-
+from tinyvllm.weights.mapping import forget_pages
 
 check = weight_cache._check
 
@@ -94,6 +94,18 @@ def test_a_file_is_checked_once_after_each_change(tmp_path, packed, monkeypatch)
     (tmp_path / "other").replace(index)  # the same sums: still known
     load(tmp_path, "bfloat16", kept=cache)
     assert len(checked) == 3 and len(packed) == 2 * once
+
+
+@pytest.mark.parametrize("in_small", [True, False])
+def test_small_pages_are_read_again_once(tmp_path, packed, monkeypatch, in_small):
+    forgotten = []
+    monkeypatch.setattr(digests, "_SETTLED_NS", -(10**18))
+    monkeypatch.setattr(weight_cache, "in_small_pages", lambda descriptor: in_small)
+    monkeypatch.setattr(weight_cache, "forget_pages", lambda descriptor: (forgotten.append(1), forget_pages(descriptor)))
+    tensors = write(tmp_path)
+    for _ in range(4):
+        check_rows(load(tmp_path, "bfloat16", kept=tmp_path / "cache").model, as_bf16(tensors), {"BF16"})
+    assert len(forgotten) == in_small
 
 
 def test_a_file_that_may_still_change_is_not_remembered(tmp_path, packed, monkeypatch):

@@ -31,7 +31,7 @@ from tinyvllm.storage.digests import file_state, is_settled, sums
 from tinyvllm.storage.folders import Refusal, open_believed, reason_of, remove, warn_once
 from tinyvllm.weights.checkpoint import Checkpoint
 from tinyvllm.weights.identity import weights_digest
-from tinyvllm.weights.mapping import allocate
+from tinyvllm.weights.mapping import allocate, forget_pages, in_small_pages, map_shared, read_ahead
 
 VERSION = 3  # of the panels' layout; a change invalidates all cached files
 MIN_BYTES = 64 << 20  # of weights: below this, packing again takes less time than caching is worth
@@ -130,8 +130,7 @@ class _Writing:
         (digest,) = sums(packed)
         self.entries[name] = {"format": format, "O": O, "offset": start, "bytes": len(packed), "sums": digest}
         self._end = start + len(packed)
-        mapped = mmap.mmap(self.descriptor, len(packed), flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=start)
-        return np.frombuffer(mapped, np.uint8)
+        return np.frombuffer(map_shared(self.descriptor, len(packed), start), np.uint8)
 
     def give_up(self) -> None:
         os.close(self.descriptor)
@@ -167,14 +166,11 @@ def _mapped(cache: CacheFolder, stem: str) -> dict[str, Product]:
     entries = json.loads(index)
     try:
         with open(open_believed(room / f"{stem}.panels"), "rb", buffering=0) as file:
-            mapped = _maps(file.fileno(), entries)
-            views = [np.frombuffer(each, np.uint8) for each in mapped]
             if not _was_checked(cache, stem, index, file.fileno()):
-                _check(views, entries)
+                _check(file.fileno(), entries)
                 _note_checked(cache, stem, index, file.fileno())
-            else:  # read now what is not in memory, in large pieces
-                for each in mapped:
-                    each.madvise(mmap.MADV_WILLNEED)
+            read_ahead(file.fileno())
+            mapped = _maps(file.fileno(), entries)
     except FileNotFoundError:
         return {}
     except Refusal as reason:
@@ -184,7 +180,7 @@ def _mapped(cache: CacheFolder, stem: str) -> dict[str, Product]:
         return {}
     with suppress(OSError):
         os.utime(room / f"{stem}.index")  # used now
-    return {product: (e["format"], e["O"], view) for (product, e), view in zip(entries.items(), views, strict=True)}
+    return {name: (e["format"], e["O"], np.frombuffer(each, np.uint8)) for (name, e), each in zip(entries.items(), mapped, strict=True)}
 
 
 def _maps(descriptor: int, entries: dict[str, Any]) -> list[mmap.mmap]:
@@ -193,18 +189,25 @@ def _maps(descriptor: int, entries: dict[str, Any]) -> list[mmap.mmap]:
         size, needed = os.fstat(descriptor).st_size, max(e["offset"] + e["bytes"] for e in entries.values())
         if size < needed:  # a page after the end would be a SIGBUS
             raise Refusal(f"truncated: {size} bytes, expected {needed}")
-        return [
-            mmap.mmap(descriptor, e["bytes"], flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=e["offset"]) for e in entries.values()
-        ]
+        return [map_shared(descriptor, e["bytes"], e["offset"]) for e in entries.values()]
     except (OSError, ValueError) as error:  # ValueError: it became shorter meanwhile
         raise Refusal(reason_of(error) if isinstance(error, OSError) else str(error)) from error
 
 
-def _check(views: list[np.ndarray], entries: dict[str, Any]) -> None:
-    """Refusal if a byte of a product is not as it was written."""
+def _check(descriptor: int, entries: dict[str, Any]) -> None:
+    """Refusal if a byte of a product is not as it was written.
+
+    Small pages, of a file that was written when no large ones were free, are forgotten: read again they are huge (decision 86).
+    """
+    views = [np.frombuffer(mapped, np.uint8) for mapped in _maps(descriptor, entries)]
     for entry, found in zip(entries.values(), sums(*views), strict=True):
         if found != entry["sums"]:
             raise Refusal("packed weights are damaged")
+    small = in_small_pages(descriptor)
+    del views  # what is mapped is not forgotten
+    if small:
+        with suppress(OSError):
+            forget_pages(descriptor)
 
 
 def _was_checked(cache: CacheFolder, stem: str, index: bytes, descriptor: int) -> bool:

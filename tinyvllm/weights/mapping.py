@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
+import re
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 
@@ -133,6 +137,57 @@ def allocate(nbytes: int) -> np.ndarray:
         except OSError:
             pass  # a kernel built without huge pages; ordinary ones do
     return np.frombuffer(memory, np.uint8, nbytes, start)[:]
+
+
+def map_shared(descriptor: int, nbytes: int, offset: int) -> mmap.mmap:
+    """Bytes of a file that many processes map, read-only. OSError, or ValueError where the file is shorter.
+
+    What is read for it becomes huge pages where the file system has large folios (ext4 from Linux 6.16 on, XFS).
+    """
+    mapped = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=offset)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel built without huge pages
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
+
+
+def read_ahead(descriptor: int) -> None:
+    """Read what is not in memory of a file, without waiting for it. As a whole: pages become huge within a long run only."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+
+
+def in_small_pages(descriptor: int) -> bool:
+    """Whether most of what this process has mapped of a file, and has touched, is in small pages that could be huge ones."""
+    resident = huge = 0
+    if not _has_large_folios(sys.platform, platform.release()):
+        return False
+    try:
+        path, inside = os.readlink(f"/proc/self/fd/{descriptor}"), False
+        with open("/proc/self/smaps") as areas:
+            for line in areas:
+                name, *rest = line.split(maxsplit=5)
+                if not name.endswith(":"):
+                    inside = rest[-1].rstrip() == path
+                elif inside and name == "Rss:":
+                    resident += int(rest[0])
+                elif inside and name == "FilePmdMapped:":
+                    huge += int(rest[0])
+    except (OSError, ValueError):
+        return False
+    return 2 * huge < resident
+
+
+def _has_large_folios(system: str, release: str) -> bool:
+    numbers = re.match(r"(\d+)\.(\d+)", release)
+    return system == "linux" and numbers is not None and (int(numbers[1]), int(numbers[2])) >= (6, 16)
+
+
+def forget_pages(descriptor: int) -> None:
+    """Write a file to the disk, and leave out of memory what nothing maps: it is read again when it is touched."""
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def drop_pages(view: np.ndarray) -> None:
