@@ -78,8 +78,9 @@ def test_every_piece_is_checked(tmp_path, packed):
 
 def test_a_file_is_checked_once_after_each_change(tmp_path, packed, monkeypatch):
     monkeypatch.setattr(digests, "_SETTLED_NS", -(10**18))
+    monkeypatch.setattr(weight_cache, "in_small_pages", lambda descriptor: False)
     tensors, cache, checked = write(tmp_path), tmp_path / "cache", []
-    monkeypatch.setattr(weight_cache, "_check", lambda *given: (checked.append(1), check(*given)))
+    monkeypatch.setattr(weight_cache, "_check", lambda *given: (checked.append(1), check(*given))[1])
     for expected in (0, 1, 1, 1):  # packed, checked, and then known
         check_rows(load(tmp_path, "bfloat16", kept=cache).model, as_bf16(tensors), {"BF16"})
         assert len(checked) == expected
@@ -106,6 +107,34 @@ def test_small_pages_are_read_again_once(tmp_path, packed, monkeypatch, in_small
     for _ in range(4):
         check_rows(load(tmp_path, "bfloat16", kept=tmp_path / "cache").model, as_bf16(tensors), {"BF16"})
     assert len(forgotten) == in_small
+
+
+def test_a_file_that_changes_while_it_is_checked_is_not_remembered(tmp_path, packed, monkeypatch):
+    monkeypatch.setattr(digests, "_SETTLED_NS", -(10**18))
+    write(tmp_path)
+    load(tmp_path, "bfloat16", kept=tmp_path / "cache")
+    (path,) = (tmp_path / "cache" / "weights").glob("*.panels")
+    monkeypatch.setattr(weight_cache, "_check", lambda *given: (check(*given), edit(path, 70))[0])
+    load(tmp_path, "bfloat16", kept=tmp_path / "cache")
+    assert not path.with_suffix(".checked").exists()
+
+
+@pytest.mark.parametrize("in_small", [True, False])
+def test_a_file_that_the_disk_refuses_is_not_remembered(tmp_path, packed, monkeypatch, in_small):
+    refused = []
+
+    def refuse_once(descriptor: int) -> None:  # as Linux does
+        if not refused:
+            refused.append(descriptor)
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(digests, "_SETTLED_NS", -(10**18))
+    monkeypatch.setattr(weight_cache, "in_small_pages", lambda descriptor: in_small)
+    write(tmp_path)
+    load(tmp_path, "bfloat16", kept=tmp_path / "cache")
+    monkeypatch.setattr(os, "fsync", refuse_once)
+    load(tmp_path, "bfloat16", kept=tmp_path / "cache")
+    assert refused and not [*(tmp_path / "cache" / "weights").glob("*.checked")]
 
 
 def test_a_file_that_may_still_change_is_not_remembered(tmp_path, packed, monkeypatch):

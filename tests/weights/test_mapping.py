@@ -34,6 +34,7 @@ def test_a_mapping_holds_the_bytes_of_the_file(descriptor):
 
 @on_linux
 def test_forgotten_pages_are_read_again(descriptor):
+    os.fsync(descriptor)
     forget_pages(descriptor)
     words = np.frombuffer(map_shared(descriptor, SIZE, 0), np.uint64)
     np.testing.assert_array_equal(words, np.arange(SIZE // 8))

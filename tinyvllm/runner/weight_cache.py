@@ -167,8 +167,7 @@ def _mapped(cache: CacheFolder, stem: str) -> dict[str, Product]:
     try:
         with open(open_believed(room / f"{stem}.panels"), "rb", buffering=0) as file:
             if not _was_checked(cache, stem, index, file.fileno()):
-                _check(file.fileno(), entries)
-                _note_checked(cache, stem, index, file.fileno())
+                _check_once(cache, stem, index, file.fileno())
             read_ahead(file.fileno())
             mapped = _maps(file.fileno(), entries)
     except FileNotFoundError:
@@ -194,34 +193,39 @@ def _maps(descriptor: int, entries: dict[str, Any]) -> list[mmap.mmap]:
         raise Refusal(reason_of(error) if isinstance(error, OSError) else str(error)) from error
 
 
-def _check(descriptor: int, entries: dict[str, Any]) -> None:
-    """Refusal if a byte of a product is not as it was written.
+def _check_once(cache: CacheFolder, stem: str, index: bytes, descriptor: int) -> None:
+    """Refusal if a byte is not as it was written; else later starts need not check the file, until it changes.
 
-    Small pages, of a file that was written when no large ones were free, are forgotten: read again they are huge (decision 86).
+    What they find after a loss of power is what was read here, so the file is on the disk first. Small pages, of a file that was written
+    when no large ones were free, are forgotten, and read again as huge ones (decision 86).
     """
+    state, entries = file_state(descriptor), json.loads(index)
+    small = _check(descriptor, entries)
+    try:
+        os.fsync(descriptor)
+        if small:
+            forget_pages(descriptor)
+    except OSError:  # once for each error: a second fsync would succeed
+        return
+    if small:
+        read_ahead(descriptor)
+        _check(descriptor, entries)
+    if file_state(descriptor) == state and is_settled(state):  # else it may have changed while it was read
+        cache.write(f"{_ROOM}/{stem}.checked", _checked(index, state))
+
+
+def _check(descriptor: int, entries: dict[str, Any]) -> bool:
+    """Refusal if a byte of a product is not as it was written. Whether most of them are in small pages, which could be huge ones."""
     views = [np.frombuffer(mapped, np.uint8) for mapped in _maps(descriptor, entries)]
     for entry, found in zip(entries.values(), sums(*views), strict=True):
         if found != entry["sums"]:
             raise Refusal("packed weights are damaged")
-    small = in_small_pages(descriptor)
-    del views  # what is mapped is not forgotten
-    if small:
-        with suppress(OSError):
-            forget_pages(descriptor)
+    return in_small_pages(descriptor)
 
 
 def _was_checked(cache: CacheFolder, stem: str, index: bytes, descriptor: int) -> bool:
     """Whether an earlier start has checked this file by this index, and nothing has written to it since."""
     return cache.read(f"{_ROOM}/{stem}.checked") == _checked(index, file_state(descriptor))
-
-
-def _note_checked(cache: CacheFolder, stem: str, index: bytes, descriptor: int) -> None:
-    """Later starts need not check it. What they find after a loss of power is what this one has read: the file is on the disk first."""
-    state = file_state(descriptor)
-    if is_settled(state):
-        with suppress(OSError):
-            os.fsync(descriptor)
-            cache.write(f"{_ROOM}/{stem}.checked", _checked(index, state))
 
 
 def _checked(index: bytes, state: list[int]) -> bytes:

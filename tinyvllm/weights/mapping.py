@@ -185,8 +185,7 @@ def _has_large_folios(system: str, release: str) -> bool:
 
 
 def forget_pages(descriptor: int) -> None:
-    """Write a file to the disk, and leave out of memory what nothing maps: it is read again when it is touched."""
-    os.fsync(descriptor)
+    """Leave out of memory what nothing maps of a file that is on the disk: it is read again when it is touched."""
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 

@@ -366,7 +366,7 @@ INLINE int add_block(const int both, const int lines, struct prefetch *prefetch,
   return 1;
 }
 
-// Not inlined twice into the loop over tiles: a third of the time of a first start that the kernel took.
+// Not inlined twice into the loop over tiles: a quarter of the time of a first start that the kernel took.
 NOINLINE void attend_many(const int both, struct prefetch *prefetch, const struct block *block, const struct rows *rows,
                           const struct tile *tile) {
   float s[ROW_BLOCK * TILE] __attribute__((aligned(64)));
