@@ -114,7 +114,7 @@ def test_a_file_that_changes_while_it_is_checked_is_not_remembered(tmp_path, pac
     write(tmp_path)
     load(tmp_path, "bfloat16", kept=tmp_path / "cache")
     (path,) = (tmp_path / "cache" / "weights").glob("*.panels")
-    monkeypatch.setattr(weight_cache, "_check", lambda *given: (check(*given), edit(path, 70))[0])
+    monkeypatch.setattr(weight_cache, "_check", lambda *given: (check(*given), edit(path, 70), False)[2])
     load(tmp_path, "bfloat16", kept=tmp_path / "cache")
     assert not path.with_suffix(".checked").exists()
 
