@@ -35,7 +35,9 @@ from tinyvllm.backends.registry import usable_variants
 from tinyvllm.backends.source import kernel_text
 from tinyvllm.batch import PACKED_KV, KVLayout
 from tinyvllm.placement import Placement
+from tinyvllm.quant.codecs import f32_to_bf16
 from tinyvllm.quant.formats import Activations, Layout, activations_of, formats_in
+from tinyvllm.quant.kv import pack_blocks
 from tinyvllm.quant.layouts import panel_bytes
 from tinyvllm.weights.mapping import allocate
 
@@ -91,6 +93,21 @@ def plain(nbytes: int) -> np.ndarray:
     pool = np.random.default_rng(0).integers(0x3C, 0x40, 1_048_573, np.uint8)
     for start in range(0, nbytes, len(pool)):
         out[start : start + len(pool)] = pool[: nbytes - start]
+    return out
+
+
+def blocks(o: argparse.Namespace, count: int) -> np.ndarray:
+    """Blocks of one layer's cache, a few in turn: keys and values from the normal distribution. With other numbers scores may be so far
+    apart that most weights are subnormal, which some processors multiply a hundred times as slowly."""
+    numbers = np.random.default_rng(0).standard_normal((min(count, 61), 2, o.K, o.S, o.D), np.float32)
+    if o.cache in PACKED_KV.values():
+        few = pack_blocks(o.cache, numbers)
+    else:
+        few = f32_to_bf16(numbers) if o.cache == "BF16" else numbers.astype(np.float16 if o.cache == "F16" else np.float32)
+    few = few.reshape(len(numbers), -1).view(np.uint8)
+    out = allocate(count * few.shape[1])
+    for start in range(0, out.size, few.size):
+        out[start : start + few.size] = few.reshape(-1)[: out.size - start]
     return out
 
 
@@ -228,7 +245,7 @@ def attention_decode(o: argparse.Namespace) -> Work:
     arguments = [empty(o.T, o.H, o.D), partial, floats(o.T, o.H, o.D), ints(), ints(*tables), ints(*[o.context] * o.T), ints(o.T)]
     kernel = Kernel("attention_decode", "cpu", o.target, _attention(o, o.T, M), 2, 5)
     size = o.T * M * _block_bytes(o)
-    return Work(kernel, arguments, 3, lambda: plain(size), size, 4 * o.T * o.context * o.H * o.D, "f32_flops")
+    return Work(kernel, arguments, 3, lambda: blocks(o, o.T * M), size, 4 * o.T * o.context * o.H * o.D, "f32_flops")
 
 
 def attention_prefill(o: argparse.Namespace) -> Work:
@@ -242,7 +259,7 @@ def attention_prefill(o: argparse.Namespace) -> Work:
     kernel = Kernel("attention_prefill", "cpu", o.target, _attention(o, 1, M), 2, 6)
     seen = o.T * o.context + o.T * (o.T + 1) // 2
     size = M * _block_bytes(o)
-    return Work(kernel, arguments, 3, lambda: plain(size), size, 4 * seen * o.H * o.D, "f32_flops")
+    return Work(kernel, arguments, 3, lambda: blocks(o, M), size, 4 * seen * o.H * o.D, "f32_flops")
 
 
 def _attention(o: argparse.Namespace, B: int, M: int) -> tuple[tuple[str, int | float | str], ...]:
@@ -278,9 +295,9 @@ def kv_copy(o: argparse.Namespace) -> Work:
 
 def kv_append(o: argparse.Namespace) -> Work:
     """Keys and values of T new tokens to T blocks of one layer's cache, which is the second argument as well, where it is not used."""
-    blocks = max(o.T, 64)
-    size = blocks * _block_bytes(o)
-    slots = (np.random.default_rng(0).permutation(blocks)[: o.T] * o.S).tolist()
+    count = max(o.T, 64)
+    size = count * _block_bytes(o)
+    slots = (np.random.default_rng(0).permutation(count)[: o.T] * o.S).tolist()
     arguments = [ints(), ints(), floats(o.T, o.K, o.D), floats(o.T, o.K, o.D), ints(*slots), ints(o.T)]
     kernel = Kernel("kv_append", "cpu", o.target, (("K", o.K), ("S", o.S), ("D", o.D), ("CACHE_TYPE", o.cache)), 2, 4)
     moved = o.T * (8 * o.K * o.D + _block_bytes(o) // o.S)

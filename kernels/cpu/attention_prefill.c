@@ -91,8 +91,8 @@ NOINLINE void prefill_unit(const struct area *area, float *out, const float *q, 
     const int first = max(visible, start), tile_end = min(end, start + TILE);
     prefetch_nothing(&prefetch);
     if (tile_end < end) prefetch_keys(&prefetch, cache, table, head, tile_end, min(end, tile_end + TILE));
-    load_tile(&prefetch, 1, &tile, area->keys, area->values, cache, table, head, start, first, tile_end);
-    attend(&prefetch, 1, &rows, count, &tile, start);
+    load_tile(&prefetch, COPIED(count), &tile, area->keys, area->values, cache, table, head, start, first, tile_end);
+    attend(&prefetch, COPIED(count), &rows, count, &tile, start);
     if ((start + TILE) % PARTITION == 0 || start + TILE >= end) end_partition(area, &rows, count);
   }
   for (int r = 0; r < count; r++)

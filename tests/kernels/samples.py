@@ -429,7 +429,12 @@ def _samples() -> dict[str, Callable[[str], Call]]:
         samples[f"kv_append {cache}"] = functools.partial(kv_append, cache)
         for stem in ("attention_decode", "attention_prefill"):
             samples[f"{stem} {cache}"] = functools.partial(attention, stem, cache)
-    for stem, cache, D in (("attention_decode", "KV_INT8", 48), ("attention_prefill", "KV_INT4", 64), ("attention_decode", "KV_FP8", 48)):
+    for stem, cache, D in (
+        ("attention_decode", "KV_INT8", 48),
+        ("attention_prefill", "KV_INT8", 80),
+        ("attention_prefill", "KV_INT4", 64),
+        ("attention_decode", "KV_FP8", 48),
+    ):
         samples[f"{stem} {cache}"] = functools.partial(attention, stem, cache, D=D)
     for stem, cache in (("attention_decode", "BF16"), ("attention_prefill", "F32")):
         samples[f"{stem} {cache} of latents"] = functools.partial(attention, stem, cache, D=80, latent=64)

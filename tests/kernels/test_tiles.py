@@ -127,11 +127,21 @@ def test_the_processor_computes_what_is_emulated(format: str, T: int) -> None:
 )
 def test_the_processor_attends_as_is_emulated(shape: Shape) -> None:
     """Many rows and few, which have keys as another operand."""
-    case = make(replace(shape, dtype="BF16"), [1, 70, 3], [700, 130, 289])
-    emulated = prefill(case, "amx"), decode(case, "amx")
-    with real_tiles():
-        got = prefill(case, "amx"), decode(case, "amx")
-    assert same(got[0], emulated[0]) and same(got[1], emulated[1])
+    for dtype in ("BF16", "KV_INT8", "KV_INT4") if shape.D % 32 == 0 else ("BF16", "KV_INT8"):
+        case = make(replace(shape, dtype=dtype), [1, 70, 3], [700, 130, 289])
+        emulated = prefill(case, "amx"), decode(case, "amx")
+        with real_tiles():
+            got = prefill(case, "amx"), decode(case, "amx")
+        assert same(got[0], emulated[0]) and same(got[1], emulated[1]), dtype
+
+
+@emulated
+@pytest.mark.parametrize("dtype", ["KV_INT8", "KV_INT4"])
+@pytest.mark.parametrize("shape", [Shape(H=8, K=1, D=64), Shape(H=2, K=2, D=96, window=90, cap=2.0), Shape(H=6, K=2, D=160, S=8)], ids=str)
+def test_attention_by_integers_has_the_bits_of_dot_products(shape: Shape, dtype: str) -> None:
+    """Prompts of many rows, of which the last sixteen are not all there, and one that begins after others; the last keys are not a tile."""
+    case = make(replace(shape, dtype=dtype), [131, 35, 70], [700, 130, 70])
+    assert same(prefill(case, "amx"), prefill(case, "avx512"))
 
 
 @emulated
@@ -160,7 +170,14 @@ def test_the_sums_of_ranks_are_those_of_one_process(format: str) -> None:
 
 @pytest.mark.parametrize(
     "name, instruction",
-    [("matmul BF16", "tdpbf16ps"), ("matmul Q4_0", "tdpbssd"), ("matmul Q4_K", "tdpbsud"), ("attention_prefill BF16", "tdpbf16ps")],
+    [
+        ("matmul BF16", "tdpbf16ps"),
+        ("matmul Q4_0", "tdpbssd"),
+        ("matmul Q4_K", "tdpbsud"),
+        ("attention_prefill BF16", "tdpbf16ps"),
+        ("attention_prefill KV_INT8", "tdpbssd"),
+        ("attention_prefill KV_INT4", "tdpbsud"),
+    ],
 )
 def test_the_real_instructions_are_compiled(name: str, instruction: str) -> None:
     kernel, _ = SAMPLES[name]("amx")

@@ -24,6 +24,7 @@
 #include "cache.h"
 #include "lanes.h"
 #include "thread_team.h"
+#include "tile_shapes.h"
 
 #ifndef SINKS
 #define SINKS 0
@@ -41,6 +42,11 @@
 #define BY_TILES (CACHE_TYPE == BF16)
 #else
 #define BY_TILES 0
+#endif
+#if INTEGER_CACHE && defined(LANES_AMX)
+#define COPIED(count) ((count) >= 32)  // rows for which a tile of keys and values is copied in prefills; fewer are faster without
+#else
+#define COPIED(count) 1
 #endif
 #define TILE (BY_TILES && D <= 128 ? 128 : D <= 64 || INTEGER_CACHE || BY_TILES ? 64 : 32)
 #define PARTITION 256
@@ -159,22 +165,8 @@ INLINE void fetch(struct prefetch *prefetch, int lines) {
   prefetch->next += 64 * lines;
 }
 
-// e^(distance * SCALE) for distances of at most 0: 2e-7 off at most relative to the result, 1 for 0, 0 for -infinity and from 2^-126 down.
-// Shorter than v16_exp: one product takes SCALE and log2 e, and the rest below a whole power of two needs no second part. The polynomial is
-// 2^r - 1 over r for r from -1/2 to 1/2, fitted for the least relative error of 2^r.
-static inline v16 exp_scaled(v16 distance) {
-  const v16 low = v16_set(-126.0f);
-  const v16 x = v16_mul(distance, v16_set(SCALE * 1.44269504f));
-  const v16 within = v16_max(low, x);  // in this order a NaN stays one
-  const v16 n = v16_round(within), r = v16_sub(within, n);
-  v16 y = v16_set(1.326472731e-3f);
-  y = v16_fma(y, r, v16_set(9.671512991e-3f));
-  y = v16_fma(y, r, v16_set(5.550733581e-2f));
-  y = v16_fma(y, r, v16_set(2.402224243e-1f));
-  y = v16_fma(y, r, v16_set(6.931470037e-1f));
-  y = v16_fma(y, r, v16_set(1.0f));
-  return v16_zero_below(v16_scale2(y, n), x, low);
-}
+// e^(distance * SCALE) for distances of at most 0.
+static inline v16 exp_scaled(v16 distance) { return v16_exp2(v16_mul(distance, v16_set(SCALE * 1.44269504f))); }
 
 INLINE void max_of_rows(int N, float *to, const v16 *rows) {
   if (N == 4) v16_max_four(to, rows);
@@ -187,16 +179,22 @@ INLINE v16 max_columns(int columns, const float *s) {
   return most;
 }
 
-// `now`: the largest of s.
-INLINE void softmax_columns(int columns, float *s, float now, float *top, float *weight, float *sums) {
+// The largest score of a row that now has one of `now`. If it is a new one, what the row has so far is rescaled, its sum of weights in `weight`.
+INLINE float raise_peak(float now, float *top, v16 *weight, float *sums) {
   const float before = *top, peak = before > now ? before : now;
-  v16 sum = v16_load(weight);
   if (peak != before) {
     const v16 fade = exp_scaled(v16_set(before - peak));
-    sum = v16_mul(sum, fade);
+    *weight = v16_mul(*weight, fade);
     for (int d = 0; d < VALUE_D; d += 16) v16_store(sums + d, v16_mul(v16_load(sums + d), fade));
     *top = peak;
   }
+  return peak;
+}
+
+// `now`: the largest of s.
+INLINE void softmax_columns(int columns, float *s, float now, float *top, float *weight, float *sums) {
+  v16 sum = v16_load(weight);
+  const float peak = raise_peak(now, top, &sum, sums);
   for (int c = 0; c < columns; c++) {
     const v16 p = exp_scaled(v16_sub(v16_load(s + 16 * c), v16_set(peak)));
     v16_store(s + 16 * c, p);

@@ -20,6 +20,8 @@
 struct tile {
   const uint8_t *keys[TILE / 8], *values[TILE / 8];  // each eight keys': their word j at keys + j * S * 4, and two groups of four values
   float key_scale[TILE], value_scale[TILE];
+  uint32_t *unpacked_keys;    // [TILE / 16, KEY_WORDS, 16], if `copied` (attention_integer_tiles.h)
+  uint32_t *unpacked_values;  // [D / 16, TILE / 4, 16]
 };
 
 // What sixteen numbers are multiplied with to become whole ones up to `most`, `top` being the largest; 0 if they are too small.
@@ -53,32 +55,15 @@ INLINE void load_scales(float *to, const uint16_t *low, const uint16_t *high) {
   v16_store(to, v16_load_bf16(S == 8 ? both : low));
 }
 
-// Keys first to end - 1 of the tile at `start`; those around them that share sixteen slots are garbage. Blocks that hold none of them
-// are not read.
-INLINE void load_tile(struct prefetch *prefetch, int copied, struct tile *tile, float *keys, float *values, const cached *cache,
-                      const int32_t *table, int head, int start, int first, int end) {
-  (void)prefetch, (void)copied, (void)keys, (void)values;
-  for (int at = first & ~15; at < end; at += 16) {
-    const int low = max(at, first & -S), high = second_eight(at, first, end);
-    const int a = table[low / TABLE_TOKENS], b = table[high / TABLE_TOKENS], i = (at - start) / 8;
-    tile->keys[i] = side_of(cache, a, 0, head, low % S), tile->keys[i + 1] = side_of(cache, b, 0, head, high % S);
-    tile->values[i] = side_of(cache, a, 1, head, low % S), tile->values[i + 1] = side_of(cache, b, 1, head, high % S);
-    for (int side = 0; side < 2; side++)
-      load_scales((side == 0 ? tile->key_scale : tile->value_scale) + 8 * i, scales_of(cache, a, side, head) + low % S,
-                  scales_of(cache, b, side, head) + high % S);
-  }
-}
-
 INLINE w16 key_words(const struct tile *tile, int column, int j) {
   const uint8_t *low = tile->keys[2 * column] + (long)j * S * 4;
   return S == 8 ? w16_load_halves(low, tile->keys[2 * column + 1] + (long)j * S * 4) : w16_load(low);
 }
 
-// Scores of N rows and C columns of sixteen keys from key `low` of the tile on: s [N, TILE].
-INLINE void score_block(int N, int C, struct prefetch *prefetch, const struct rows *rows, int r, const struct tile *tile, int low,
-                        float *s) {
+// Sums of products of N rows and C columns of sixteen keys from key `low` of the tile on.
+INLINE void multiply_keys(int N, int C, struct prefetch *prefetch, const struct rows *rows, int r, const struct tile *tile, int low,
+                          i16 (*sum)[COLUMNS]) {
   const uint32_t *q = rows->q + (long)r * D;
-  i16 sum[ROWS][COLUMNS];
   UNROLL for (int i = 0; i < N; i++) UNROLL for (int c = 0; c < C; c++) sum[i][c] = i16_set(0);
   for (int j = 0; j < ROW_BYTES / 4; j++) {
     if (j % FETCH_EVERY == 0) fetch(prefetch, FETCH_LINES);
@@ -94,12 +79,22 @@ INLINE void score_block(int N, int C, struct prefetch *prefetch, const struct ro
       }
     }
   }
+}
+
+// The scores of a row with sixteen keys, from what centred returned.
+INLINE v16 scores_of(v16 number, const float *key_scale, float scale) {
+  return v16_mul(v16_mul(number, v16_load(key_scale)), v16_set(scale));
+}
+
+// Scores of N rows and C columns of sixteen keys from key `low` of the tile on: s [N, TILE].
+INLINE void score_block(int N, int C, struct prefetch *prefetch, const struct rows *rows, int r, const struct tile *tile, int low,
+                        float *s) {
+  i16 sum[ROWS][COLUMNS];
+  multiply_keys(N, C, prefetch, rows, r, tile, low, sum);
   UNROLL for (int i = 0; i < N; i++) {
-    const v16 scale = v16_set(rows->q_scale[r + i].scale);
-    UNROLL for (int c = 0; c < C; c++) {
-      const v16 number = centred(sum[i][c], rows->q_scale[r + i].less);
-      v16_store(s + i * TILE + 16 * c, v16_mul(v16_mul(number, v16_load(tile->key_scale + low + 16 * c)), scale));
-    }
+    const struct query_scale *q = rows->q_scale + r + i;
+    UNROLL for (int c = 0; c < C; c++)
+        v16_store(s + i * TILE + 16 * c, scores_of(centred(sum[i][c], q->less), tile->key_scale + low + 16 * c, q->scale));
   }
 }
 
@@ -135,6 +130,78 @@ INLINE void prepare_weights(int N, uint32_t *to, struct query_scale *scale, floa
   else UNROLL for (int i = 0; i < N; i++) total[i] = v16_sum(sum[i]);
   UNROLL for (int i = 0; i < N; i++) scale[i].scale = scale_of(top[i], MAX_WEIGHT, total[i]), scale[i].less = CENTRE * total[i];
 }
+
+#ifdef LANES_AVX512
+#define COLUMNS_OF_TILE (TILE / 16)
+#ifdef CAP
+#define WHOLE_IN_REGISTERS 0
+#else
+#define WHOLE_IN_REGISTERS 1
+#endif
+
+// Sixty-four whole numbers to bytes, `magic` (1.5 * 2^23) being added to each.
+INLINE void store_whole(uint32_t *to, const v16 *a) {
+  const w16 less = _mm512_set1_epi32(0x4B400000), order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  w16 n[4];
+  UNROLL for (int c = 0; c < 4; c++) n[c] = _mm512_sub_epi32((w16)a[c], less);
+  const w16 bytes = _mm512_packs_epi16(_mm512_packs_epi32(n[0], n[1]), _mm512_packs_epi32(n[2], n[3]));
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi32(order, bytes));
+}
+
+// What softmax_rows and prepare_weights do, in registers, for N rows that see all keys of the tile, and their scores.
+INLINE void weigh_whole(int N, uint32_t *to, struct query_scale *scale, v16 (*s)[COLUMNS_OF_TILE], const struct rows *rows, int r,
+                        const struct tile *tile) {
+  const v16 magic = v16_set(0x1.8p23f), zero = v16_set(0.0f);
+  v16 most[ROWS], sum[ROWS];
+  float now[ROWS], top[ROWS], total[ROWS];
+  UNROLL for (int i = 0; i < N; i++) {
+    most[i] = v16_set(NO_SCORE);
+    UNROLL for (int c = 0; c < COLUMNS_OF_TILE; c++) most[i] = v16_max(most[i], s[i][c]);
+  }
+  max_of_rows(N, now, most);
+  UNROLL for (int i = 0; i < N; i++) {
+    float *weight = rows->weight + 16 * (r + i);
+    v16 weights = v16_load(weight);
+    const float peak = raise_peak(now[i], rows->top + r + i, &weights, rows->sums + (r + i) * rows->stride);
+    most[i] = zero;
+    UNROLL for (int c = 0; c < COLUMNS_OF_TILE; c++) {
+      const v16 p = exp_scaled(v16_sub(s[i][c], v16_set(peak)));
+      weights = v16_add(weights, p);
+      s[i][c] = v16_mul(p, v16_load(tile->value_scale + 16 * c));
+      most[i] = v16_max(most[i], s[i][c]);
+    }
+    v16_store(weight, weights);
+  }
+  max_of_rows(N, top, most);
+  UNROLL for (int i = 0; i < N; i++) {
+    const v16 inverse = inverse_of(top[i], MAX_WEIGHT);
+    v16 rest = zero;
+    sum[i] = zero;
+    UNROLL for (int c = 0; c < COLUMNS_OF_TILE; c++) {
+      const v16 exact = v16_fma(s[i][c], inverse, rest);
+      s[i][c] = v16_add(exact, magic);
+      const v16 whole = v16_sub(s[i][c], magic);
+      sum[i] = v16_add(sum[i], whole), rest = v16_sub(exact, whole);
+    }
+    store_whole(to + i * TILE / 4, s[i]);
+  }
+  if (N == 4) v16_sum_four(total, sum);
+  else UNROLL for (int i = 0; i < N; i++) total[i] = v16_sum(sum[i]);
+  UNROLL for (int i = 0; i < N; i++) scale[i].scale = scale_of(top[i], MAX_WEIGHT, total[i]), scale[i].less = CENTRE * total[i];
+}
+
+INLINE void score_whole(int N, struct prefetch *prefetch, uint32_t *p, struct query_scale *scale, const struct rows *rows, int r,
+                        const struct tile *tile) {
+  i16 sum[ROWS][COLUMNS];
+  v16 s[ROWS][COLUMNS_OF_TILE];
+  multiply_keys(N, COLUMNS_OF_TILE, prefetch, rows, r, tile, 0, sum);
+  UNROLL for (int i = 0; i < N; i++) {
+    const struct query_scale *q = rows->q_scale + r + i;
+    UNROLL for (int c = 0; c < COLUMNS_OF_TILE; c++) s[i][c] = scores_of(centred(sum[i][c], q->less), tile->key_scale + 16 * c, q->scale);
+  }
+  weigh_whole(N, p, scale, s, rows, r, tile);
+}
+#endif
 
 // sums of N rows += weights p [N, TILE] of the keys low to high - 1, in fours, times C loads of columns from byte `column` of their values.
 INLINE void add_value_columns(int N, int C, struct prefetch *prefetch, float *sums, long stride, const uint32_t *p,
@@ -184,6 +251,15 @@ INLINE void attend_block(int N, struct prefetch *prefetch, const struct rows *ro
   }
   low &= ~15, high = (high + 15) & ~15;
   if (low >= high) return;
+#ifdef LANES_AVX512
+  int whole = 0;
+  UNROLL for (int i = 0; i < N; i++) whole += first[i] == 0 && end[i] == TILE;
+  if (WHOLE_IN_REGISTERS && whole == N) {
+    score_whole(N, prefetch, p, scale, rows, r, tile);
+    add_values(N, prefetch, rows->sums + r * rows->stride, rows->stride, p, scale, tile, 0, TILE);
+    return;
+  }
+#endif
   int at = low;
   for (; at + 16 * COLUMNS <= high; at += 16 * COLUMNS) score_block(N, COLUMNS, prefetch, rows, r, tile, at, s + at);
   if (COLUMNS > 2 && at + 16 < high) score_block(N, 2, prefetch, rows, r, tile, at, s + at), at += 32;
@@ -194,8 +270,38 @@ INLINE void attend_block(int N, struct prefetch *prefetch, const struct rows *ro
   add_values(N, prefetch, sums, rows->stride, p, scale, tile, low, high);
 }
 
+#ifdef LANES_AMX
+#include "attention_integer_tiles.h"
+#endif
+
+// Keys first to end - 1 of the tile at `start`; those around them that share sixteen slots are garbage. Blocks that hold none of them
+// are not read.
+INLINE void load_tile(struct prefetch *prefetch, int copied, struct tile *tile, float *keys, float *values, const cached *cache,
+                      const int32_t *table, int head, int start, int first, int end) {
+  (void)prefetch, (void)copied;
+  tile->unpacked_keys = (uint32_t *)keys, tile->unpacked_values = (uint32_t *)values;
+  for (int at = first & ~15; at < end; at += 16) {
+    const int low = max(at, first & -S), high = second_eight(at, first, end);
+    const int a = table[low / TABLE_TOKENS], b = table[high / TABLE_TOKENS], i = (at - start) / 8;
+    tile->keys[i] = side_of(cache, a, 0, head, low % S), tile->keys[i + 1] = side_of(cache, b, 0, head, high % S);
+    tile->values[i] = side_of(cache, a, 1, head, low % S), tile->values[i + 1] = side_of(cache, b, 1, head, high % S);
+    for (int side = 0; side < 2; side++)
+      load_scales((side == 0 ? tile->key_scale : tile->value_scale) + 8 * i, scales_of(cache, a, side, head) + low % S,
+                  scales_of(cache, b, side, head) + high % S);
+  }
+#ifdef LANES_AMX
+  if (copied) unpack_tile(tile, first - start, end - start);
+#endif
+}
+
 // All `count` rows and one tile.
 INLINE void attend(struct prefetch *prefetch, int copied, const struct rows *rows, int count, const struct tile *tile, int start) {
+#ifdef LANES_AMX
+  if (copied) {
+    attend_by_tiles(prefetch, rows, count, tile, start);
+    return;
+  }
+#endif
   (void)copied;
   int r = 0;
   for (; r + ROWS <= count; r += ROWS) attend_block(ROWS, prefetch, rows, r, tile, start);

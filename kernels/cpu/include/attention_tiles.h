@@ -10,7 +10,6 @@
 // which then are up to 2^8, and hardly ever after its first tile. (As FlashAttention 4 does it.)
 #pragma once
 #include "attention.h"
-#include "tile_shapes.h"
 
 #define ROW_BLOCK 32
 #define FEW_ROWS 64                 // that share paired values

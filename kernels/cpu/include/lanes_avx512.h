@@ -24,7 +24,8 @@ static inline v16 v16_min(v16 a, v16 b) { return _mm512_min_ps(a, b); }
 static inline v16 v16_max(v16 a, v16 b) { return _mm512_max_ps(a, b); }
 static inline v16 v16_fma(v16 a, v16 b, v16 c) { return _mm512_fmadd_ps(a, b, c); }  // a * b + c
 static inline v16 v16_round(v16 a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-static inline v16 v16_scale2(v16 a, v16 n) { return _mm512_scalef_ps(a, n); }  // a * 2^n, n whole
+static inline v16 v16_fraction(v16 a) { return _mm512_reduce_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }  // a - floor(a)
+static inline v16 v16_scale2(v16 a, v16 n) { return _mm512_scalef_ps(a, n); }                                     // a * 2^n, n whole
 static inline v16 v16_zero_below(v16 a, v16 x, v16 low) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, low, _CMP_NLT_UQ), a); }
 static inline v16 v16_abs(v16 a) { return _mm512_abs_ps(a); }
 

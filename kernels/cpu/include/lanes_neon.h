@@ -23,6 +23,7 @@ static inline v16 v16_max(v16 a, v16 b) { EACH a.val[i] = vbslq_f32(vcgtq_f32(a.
 static inline v16 v16_fma(v16 a, v16 b, v16 c) { EACH c.val[i] = vfmaq_f32(c.val[i], a.val[i], b.val[i]); return c; }
 
 static inline v16 v16_round(v16 a) { EACH a.val[i] = vrndnq_f32(a.val[i]); return a; }
+static inline v16 v16_fraction(v16 a) { EACH a.val[i] = vsubq_f32(a.val[i], vrndmq_f32(a.val[i])); return a; }
 static inline v16 v16_scale2(v16 a, v16 n) {
   EACH {
     int32x4_t power = vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n.val[i]), vdupq_n_s32(127)), 23);

@@ -34,6 +34,7 @@ static inline float round_even(float x) {  // to whole numbers, ties to even; fr
   return size < 0x1p23f ? float_from_bits(bits_of_float(size + 0x1p23f - 0x1p23f) | sign) : x;
 }
 static inline v16 v16_round(v16 a) { EACH a.at[i] = round_even(a.at[i]); return a; }
+static inline v16 v16_fraction(v16 a) { EACH a.at[i] -= round_even(a.at[i]) - (round_even(a.at[i]) > a.at[i] ? 1.0f : 0.0f); return a; }  // a - floor(a)
 // a * 2^n, n whole and from -126 to 127.
 static inline v16 v16_scale2(v16 a, v16 n) {
   EACH {
