@@ -106,7 +106,7 @@ def check_close(got: np.ndarray, want: np.ndarray, shape: Shape, target: str) ->
 
 
 def by_tiles(shape: Shape, target: str) -> bool:
-    return target == "amx" and shape.dtype == "BF16"
+    return target == "amx" and shape.dtype in ("BF16", "KV_FP8")
 
 
 def _rounded(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
@@ -175,9 +175,9 @@ def round_bf16(x: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
-def weights_in_tiles(scores: np.ndarray, start: int, D: int) -> np.ndarray:
+def weights_in_tiles(scores: np.ndarray, scales: np.ndarray | None, start: int, D: int) -> np.ndarray:
     """exp(scores) of [H, keys] from position `start` on as values are multiplied with them, relative to a score at most 8 ln 2 below
-    the largest of its tile and those before it in the partition.
+    the largest of its tile and those before it in the partition. Rounded is a weight times its value's scale [H, keys].
     """
     out, tile = np.zeros_like(scores), 128 if D <= 128 else 64
     for h, row in enumerate(scores):
@@ -187,7 +187,8 @@ def weights_in_tiles(scores: np.ndarray, start: int, D: int) -> np.ndarray:
             top = -np.inf if first % 256 == 0 else top
             most = row[at].max()
             top = most if most > top + 8 * np.log(2) else top
-            out[h, at] = round_bf16(np.exp(row[at] - top)).astype(np.float64) * np.exp(top - row.max())
+            scale = 1 if scales is None else scales[h, at]
+            out[h, at] = round_bf16(np.exp(row[at] - top) * scale).astype(np.float64) / scale * np.exp(top - row.max())
     return out
 
 
@@ -226,10 +227,11 @@ def oracle(case: Case) -> np.ndarray:
             top = np.maximum(scores.max(1, keepdims=True), sinks)
             weights = np.exp(scores - top)
             total = weights.sum(1, keepdims=True) + np.exp(sinks - top)
+            scales = np.repeat(case.value_scales[b][seen].T, s.H // s.K, axis=0) if case.value_scales else None
             if case.weights == "BF16":
-                weights = weights_in_tiles(scores, seen.start, s.D) * np.exp(scores.max(1, keepdims=True) - top)
+                weights = weights_in_tiles(scores, scales, seen.start, s.D) * np.exp(scores.max(1, keepdims=True) - top)
             elif case.weights:
-                weights = rounded_weights(weights, np.repeat(case.value_scales[b][seen].T, s.H // s.K, axis=0), seen.start)
+                weights = rounded_weights(weights, scales, seen.start)
             out[row] = np.einsum("ht,thd->hd", weights / total, v)
             row += 1
     return out

@@ -127,7 +127,7 @@ def test_the_processor_computes_what_is_emulated(format: str, T: int) -> None:
 )
 def test_the_processor_attends_as_is_emulated(shape: Shape) -> None:
     """Many rows and few, which have keys as another operand."""
-    for dtype in ("BF16", "KV_INT8", "KV_INT4") if shape.D % 32 == 0 else ("BF16", "KV_INT8"):
+    for dtype in ("BF16", "KV_FP8", "KV_INT8", "KV_INT4") if shape.D % 32 == 0 else ("BF16", "KV_FP8", "KV_INT8"):
         case = make(replace(shape, dtype=dtype), [1, 70, 3], [700, 130, 289])
         emulated = prefill(case, "amx"), decode(case, "amx")
         with real_tiles():
@@ -177,6 +177,7 @@ def test_the_sums_of_ranks_are_those_of_one_process(format: str) -> None:
         ("attention_prefill BF16", "tdpbf16ps"),
         ("attention_prefill KV_INT8", "tdpbssd"),
         ("attention_prefill KV_INT4", "tdpbsud"),
+        ("attention_decode KV_FP8", "tdpbf16ps"),
     ],
 )
 def test_the_real_instructions_are_compiled(name: str, instruction: str) -> None:

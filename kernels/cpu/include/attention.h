@@ -1,6 +1,6 @@
 // What decode and prefill share: attention of rows to one tile of keys of one KV head. A row's result has the same bits in both, however
 // rows are grouped and wherever they are in the batch, because the order of its arithmetic is fixed here, in attention_floats.h (KV_FP8, too),
-// in attention_integers.h (KV_INT8, KV_INT4) and in attention_tiles.h (BF16 with AMX):
+// in attention_integers.h (KV_INT8, KV_INT4) and in attention_tiles.h (BF16 and KV_FP8 with AMX):
 //
 //   - tiles of TILE keys begin at multiples of TILE, partitions of PARTITION keys at multiples of PARTITION, counted from the sequence's
 //     first token;
@@ -39,7 +39,7 @@
 #define G (H / K)
 #define INTEGER_CACHE (CACHE_TYPE == KV_INT8 || CACHE_TYPE == KV_INT4)
 #ifdef LANES_AMX
-#define BY_TILES (CACHE_TYPE == BF16)
+#define BY_TILES (CACHE_TYPE == BF16 || CACHE_TYPE == KV_FP8)
 #else
 #define BY_TILES 0
 #endif
@@ -113,6 +113,16 @@ static inline const cached *side_of(const cached *cache, int block, int side, in
   return cache + place_of(block, side, head, s);
 #endif
 }
+
+#if PACKED_CACHE
+// The scales of sixteen slots, eight from each of two places.
+INLINE v16 load_scales(const uint16_t *low, const uint16_t *high) {
+  uint16_t both[16];
+  if (S == 8)
+    for (int i = 0; i < 8; i++) both[i] = low[i], both[8 + i] = high[i];
+  return v16_load_bf16(S == 8 ? both : low);
+}
+#endif
 
 // The tile that will be read next. Its cache lines are prefetched gradually, between the arithmetic on the tile before: a processor
 // drops requests that come all together, and blocks are too far apart for it to guess. So FETCH_LINES are requested at every FETCH_EVERY

@@ -25,13 +25,6 @@ INLINE void unpack_keys(struct prefetch *prefetch, float *kt, const cached *low,
     UNROLL for (int i = 0; i < 4; i++) v16_store(kt + (4 * j + i) * TILE, v16_mul(v16_from_e4m3(words, i), scales));
   }
 }
-
-// The scales of sixteen slots, eight from each of two places.
-INLINE v16 load_scales(const uint16_t *low, const uint16_t *high) {
-  uint16_t both[16];
-  for (int i = 0; i < 8; i++) both[i] = low[i], both[8 + i] = high[i];
-  return v16_load_bf16(both);
-}
 #endif
 
 // Keys first to end - 1 of the tile at `start`, to kt [D, TILE]; those around them that share a column are garbage. Blocks that

@@ -47,14 +47,6 @@ static inline void prepare_query(uint32_t *to, struct query_scale *scale, const 
   scale->less = CENTRE * v16_sum(sum);
 }
 
-// The scales of sixteen slots, eight from each of two places.
-INLINE void load_scales(float *to, const uint16_t *low, const uint16_t *high) {
-  uint16_t both[16];
-  if (S == 8)
-    for (int i = 0; i < 8; i++) both[i] = low[i], both[8 + i] = high[i];
-  v16_store(to, v16_load_bf16(S == 8 ? both : low));
-}
-
 INLINE w16 key_words(const struct tile *tile, int column, int j) {
   const uint8_t *low = tile->keys[2 * column] + (long)j * S * 4;
   return S == 8 ? w16_load_halves(low, tile->keys[2 * column + 1] + (long)j * S * 4) : w16_load(low);
@@ -286,8 +278,8 @@ INLINE void load_tile(struct prefetch *prefetch, int copied, struct tile *tile, 
     tile->keys[i] = side_of(cache, a, 0, head, low % S), tile->keys[i + 1] = side_of(cache, b, 0, head, high % S);
     tile->values[i] = side_of(cache, a, 1, head, low % S), tile->values[i + 1] = side_of(cache, b, 1, head, high % S);
     for (int side = 0; side < 2; side++)
-      load_scales((side == 0 ? tile->key_scale : tile->value_scale) + 8 * i, scales_of(cache, a, side, head) + low % S,
-                  scales_of(cache, b, side, head) + high % S);
+      v16_store((side == 0 ? tile->key_scale : tile->value_scale) + 8 * i,
+                load_scales(scales_of(cache, a, side, head) + low % S, scales_of(cache, b, side, head) + high % S));
   }
 #ifdef LANES_AMX
   if (copied) unpack_tile(tile, first - start, end - start);

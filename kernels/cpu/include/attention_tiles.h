@@ -1,5 +1,5 @@
-// attention.h for BF16 caches with AMX: keys and values are multiplied as they are stored; rows of q and the weights of a tile are rounded to
-// bfloat16 first, as GPUs do it. Sums are float32, in the order of _tile_dpbf16ps (tiles.h), 32 features or keys at a time, ascending.
+// attention.h for BF16 and KV_FP8 with AMX: keys and values are multiplied as they are stored, but for their scales; rows of q and the weights of a tile
+// are rounded to bfloat16 first, as GPUs do it. Sums are float32, in the order of _tile_dpbf16ps (tiles.h), 32 features or keys at a time, ascending.
 //
 // Any number of rows is multiplied by tiles, one too, so that a row has its bits in any batch. Of many rows (`copied`) 32 are a block: four sums
 // of 16 x 16; keys are transposed and values paired once for all of them. Of few rows 16 are a block: keys are the first operand, where they are
@@ -12,105 +12,16 @@
 #include "attention.h"
 
 #define ROW_BLOCK 32
-#define FEW_ROWS 64                 // that share paired values
 #define PAIRS ((D + 31) / 32 * 16)  // words of a row of q, and of a key: pairs of features, and zeros up to whole tiles
 #define STEP_WORDS (16 * VALUE_D)   // 32 keys' values: [VALUE_D / 16, 16, 16], pairs of keys for sixteen features
 
-// Whether keys are read where they are stored: by tiles of sixteen, of one block, without features after the last.
-#define IN_PLACE(copied) (!(copied) && S >= 16 && D % 32 == 0)
+#define FETCH_ROW ((TILE_LINES + 127) / 128)  // lines of the next tile that are requested at each of many rows
 
-#define TILE_KEYS (IN_PLACE(0) ? 16 : TILE * PAIRS)
-#define TILE_VALUES(copied) (IN_PLACE(copied) ? STEP_WORDS : TILE / 32 * STEP_WORDS)
-
-struct tile {
-  uint32_t *keys;                                                 // [TILE / 16, PAIRS, 16]: pair j of sixteen keys, if not IN_PLACE
-  uint32_t *values;                                               // [TILE / 32, STEP_WORDS], or one step at a time, if IN_PLACE
-  const cached *stored_keys[TILE / 8], *stored_values[TILE / 8];  // each eight
-  int first, end;                                                 // the keys that some row sees
-};
-
-static inline void prepare_query(uint32_t *to, struct query_scale *scale, const float *q) {
-  (void)scale;
-  for (int d = 0; d < D; d += 16) v16_store_bf16((uint16_t *)to + d, v16_load(q + d));
-  for (int j = D / 2; j < PAIRS; j++) to[j] = 0;
-}
-
-// Lines of the next tile that are requested: of few rows at each step of loading or multiplying this one, of many at each row.
-#define STEPS_IN_PLACE (TILE / 32 * (PAIRS / 16) + TILE / 8 + TILE / 32 * (VALUE_D / 32))
-#define FETCH_STEP ((TILE_LINES / 2 + STEPS_IN_PLACE - 1) / STEPS_IN_PLACE)
-#define FETCH_PAIR 2
-#define FETCH_KEYS ((TILE_LINES + QUARTERS - 1) / QUARTERS)
-#define FETCH_ROW ((TILE_LINES + 127) / 128)
-
-// --- keys and values
-
-INLINE void store_key_words(key_word *kt, int j, w16 words) { _mm512_storeu_si512(kt + j * 16, words); }
-
-INLINE void find_stored(struct tile *tile, const cached *cache, const int32_t *table, int head, int start, int first, int end) {
-  for (int at = first & -min(S, 16); at < end; at += 8) {  // as keys are multiplied: not of a block that no row sees
-    const int block = table[at / TABLE_TOKENS], i = (at - start) / 8;
-    tile->stored_keys[i] = side_of(cache, block, 0, head, at % S), tile->stored_values[i] = side_of(cache, block, 1, head, at % S);
-  }
-}
-
-INLINE void load_keys(const int lines, struct prefetch *prefetch, struct tile *tile) {
-  for (int i = tile->first / 16; 16 * i < tile->end; i++) {
-    const cached *low = tile->stored_keys[2 * i], *high = tile->stored_keys[2 * i + 1];
-    uint32_t *kt = tile->keys + 16 * i * PAIRS;
-    if (16 * i + 8 <= tile->first) low = high;  // a block that no row sees may be none
-    if (16 * i + 8 >= tile->end) high = low;
-    transpose_keys(lines, prefetch, kt, low, high);
-    for (int j = D / 2; j < PAIRS; j++) store_key_words(kt, j, _mm512_setzero_si512());
-  }
-}
-
-// Values of two keys, zeros where `low` or `high` is 0. Of 32 features the first sixteen words are those of 0 to 3, 8 to 11, 16 to 19 and 24 to 27, which
-// saves a step for each; in_order has the sums in order.
-INLINE void pair_values(const int lines, struct prefetch *prefetch, uint32_t *to, const cached *v, int low, int high) {
-  const w16 zero = _mm512_setzero_si512();
-  int d = 0;
-  for (; d + 32 <= VALUE_D; d += 32) {
-    const w16 a = low ? w16_load(v + d) : zero, b = high ? w16_load(v + D + d) : zero;
-    fetch(prefetch, lines);
-    _mm512_storeu_si512(to + 16 * d, _mm512_unpacklo_epi16(a, b));
-    _mm512_storeu_si512(to + 16 * d + 256, _mm512_unpackhi_epi16(a, b));
-  }
-  if (d < VALUE_D) {
-    const w16 a = low ? w16_load_u16(v + d) : zero, b = high ? w16_load_u16(v + D + d) : zero;
-    _mm512_storeu_si512(to + 16 * d, _mm512_or_si512(a, _mm512_slli_epi32(b, 16)));
-  }
-}
-
-INLINE void in_order(float *out, const float *sums) {
-  const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-  int d = 0;
-  for (; d + 32 <= VALUE_D; d += 32) {
-    const __m512d a = (__m512d)v16_load(sums + d), b = (__m512d)v16_load(sums + d + 16);
-    v16_store(out + d, (v16)_mm512_permutex2var_pd(a, low, b));
-    v16_store(out + d + 16, (v16)_mm512_permutex2var_pd(a, high, b));
-  }
-  if (d < VALUE_D) v16_store(out + d, v16_load(sums + d));
-}
-
-// The 32 keys from `from` on: words [STEP_WORDS], zeros for keys that no row sees.
-INLINE void load_step(const int lines, struct prefetch *prefetch, uint32_t *to, const struct tile *tile, int from) {
-  for (int key = from; key < from + 32; key += 2, to += 16) {
-    const int low = key >= tile->first && key < tile->end, high = key + 1 >= tile->first && key + 1 < tile->end;
-    const cached *v = tile->stored_values[key / 8] + key % 8 * D;
-    if (low & high) pair_values(lines, prefetch, to, v, 1, 1);
-    else pair_values(lines, prefetch, to, v, low, high);
-  }
-}
-
-INLINE void load_tile(struct prefetch *prefetch, int copied, struct tile *tile, float *keys, float *values, const cached *cache,
-                      const int32_t *table, int head, int start, int first, int end) {
-  tile->keys = (uint32_t *)keys, tile->values = (uint32_t *)values, tile->first = first - start, tile->end = end - start;
-  find_stored(tile, cache, table, head, start, first, end);
-  if (IN_PLACE(copied)) return;
-  load_keys(copied ? 0 : FETCH_KEYS, prefetch, tile);
-  for (int from = tile->first & ~31; from < tile->end; from += 32)
-    load_step(0, prefetch, tile->values + from / 32 * STEP_WORDS, tile, from);
-}
+#if CACHE_TYPE == KV_FP8
+#include "attention_tile_fp8.h"
+#else
+#include "attention_tile_bf16.h"
+#endif
 
 // --- products. Tiles 0 and 1 are sums of rows 0 to 15 of a block, 2 and 3 of rows 16 to 31; 4 and 5 are these rows of q or of weights, 6 and 7
 // words of keys or of values. `both`: whether there are more than sixteen rows.
@@ -173,48 +84,6 @@ INLINE void score_block(const int both, float *s, const uint32_t *q, const uint3
   }
 }
 
-// Sixteen rows of sixteen words, of which `count` are there: columns of words, and back to rows.
-INLINE void to_columns(uint32_t *to, const uint32_t *from, long pitch, int count) {
-  w16 r[16];
-  UNROLL for (int i = 0; i < 16; i++) r[i] = i < count ? w16_load(from + i * pitch) : _mm512_setzero_si512();
-  w16_transpose(r);
-  UNROLL for (int i = 0; i < 16; i++) _mm512_store_si512(to + 16 * i, r[i]);
-}
-
-INLINE void to_rows(float *to, long pitch, const float *from, int count) {
-  w16 r[16];
-  UNROLL for (int i = 0; i < 16; i++) r[i] = w16_load(from + 16 * i);
-  w16_transpose(r);
-  UNROLL for (int i = 0; i < 16; i++) if (i < count) _mm512_storeu_si512(to + i * pitch, r[i]);
-}
-
-// score_block of up to sixteen rows and keys in place: tiles 2 and 3 are sums of sixteen keys each, 5 is these keys, 6 the rows.
-INLINE void score_in_place(int count, struct prefetch *prefetch, float *s, const uint32_t *q, const struct tile *tile, int low, int high) {
-  uint32_t columns[PAIRS * 16] __attribute__((aligned(64)));
-  float sums[2][256] __attribute__((aligned(64)));
-  for (int j = 0; j < PAIRS; j += 16) to_columns(columns + 16 * j, q + j, D, count);
-  for (int c = low; c < high; c += 32) {
-    const int none_of_a = c + 16 <= tile->first, none_of_b = c + 16 >= tile->end;  // of a block that no row sees: the others twice
-    const cached *a = tile->stored_keys[c / 8 + 2 * none_of_a], *b = tile->stored_keys[c / 8 + 2 * !none_of_b];
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int j = 0; j < PAIRS; j += 16) {
-      _tile_loadd(5, a + 2 * j, 2 * D);
-      _tile_loadd(6, columns + 16 * j, 64);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_loadd(5, b + 2 * j, 2 * D);
-      _tile_dpbf16ps(3, 5, 6);
-      fetch(prefetch, FETCH_STEP);
-    }
-    _tile_stored(2, sums[0], 64);
-    _tile_stored(3, sums[1], 64);
-    for (int half = 0; half < 2; half++) {
-      fetch(prefetch, 2 * FETCH_STEP);
-      to_rows(s + c + 16 * half, TILE, sums[half], count);
-    }
-  }
-}
-
 // sums += weights p [rows, TILE / 2] of 32 keys at each of `steps` times their values.
 INLINE void add_values(const int both, const int lines, struct prefetch *prefetch, float *sums, long pitch, const uint32_t *p,
                        const uint32_t *values, int steps) {
@@ -261,14 +130,14 @@ INLINE v16 largest(const int whole, const float *s, int first, int end) {
 }
 
 // Scores s of a row become weights p, 0 for keys that it does not see, from key low to high - 1; returned is their sum before rounding.
-INLINE v16 weigh(const int whole, uint32_t *p, const float *s, float top, int first, int end, int low, int high) {
+INLINE v16 weigh(const int whole, uint32_t *p, const float *s, const struct tile *tile, float top, int first, int end, int low, int high) {
   const v16 zero = v16_set(0.0f), less = v16_set(-top * EXPONENT), factor = v16_set(EXPONENT);
   v16 sum = zero;
   for (int c = low; c < high; c += 32) {
     v16 a = power_of_two(v16_fma(v16_load(s + c), factor, less)), b = power_of_two(v16_fma(v16_load(s + c + 16), factor, less));
     if (!whole) a = within(a, c, first, end, zero), b = within(b, c + 16, first, end, zero);
     sum = v16_add(sum, v16_add(a, b));
-    _mm512_storeu_si512(p + c / 2, (w16)_mm512_cvtne2ps_pbh(b, a));
+    _mm512_storeu_si512(p + c / 2, weight_words(whole, a, b, tile, c, first, end));
   }
   return sum;
 }
@@ -306,13 +175,14 @@ INLINE void place_block(struct block *block, const struct rows *rows, int row, i
 }
 
 INLINE void weigh_block(const int lines, struct prefetch *prefetch, uint32_t *p, float *s, const struct block *block,
-                        const struct rows *rows) {
+                        const struct rows *rows, const struct tile *tile) {
   for (int i = 0; i < block->count; i += 4) {
     const int count = min(4, block->count - i);
     v16 most[4] = {v16_set(NO_SCORE), v16_set(NO_SCORE), v16_set(NO_SCORE), v16_set(NO_SCORE)};
     float now[4];
     for (int j = 0; j < count; j++) {
       const int first = block->first[i + j], end = block->end[i + j], whole = first == 0 && end == TILE;
+      scale_scores(s + (i + j) * TILE, tile, block->low, block->high);
       cap_scores(1, s + (i + j) * TILE);
       most[j] = whole ? largest(1, s + (i + j) * TILE, 0, TILE) : largest(0, s + (i + j) * TILE, first, end);
     }
@@ -323,8 +193,8 @@ INLINE void weigh_block(const int lines, struct prefetch *prefetch, uint32_t *p,
       float *weight = rows->weight + 16 * r;
       if (!(now[j - i] <= rows->top[r] + SLACK)) raise_top(rows, r, now[j - i]);
       const float top = rows->top[r];
-      const v16 sum = first == 0 && end == TILE ? weigh(1, p + j * (TILE / 2), from, top, 0, TILE, 0, TILE)
-                                                : weigh(0, p + j * (TILE / 2), from, top, first, end, block->low, block->high);
+      const v16 sum = first == 0 && end == TILE ? weigh(1, p + j * (TILE / 2), from, tile, top, 0, TILE, 0, TILE)
+                                                : weigh(0, p + j * (TILE / 2), from, tile, top, first, end, block->low, block->high);
       v16_store(weight, v16_add(v16_load(weight), sum));
       fetch(prefetch, lines);
     }
@@ -357,7 +227,7 @@ NOINLINE void add_seen_values(const struct block *block, const struct rows *rows
 // The values of the keys from `key` on, of which p and values are. If some are not finite, tiles are configured again.
 INLINE int add_block(const int both, const int lines, struct prefetch *prefetch, const struct block *block, const struct rows *rows,
                      const uint32_t *p, const uint32_t *values, int key, int steps) {
-  if (block->partly && !are_finite(values, steps * STEP_WORDS)) {
+  if (!VALUES_ARE_FINITE && block->partly && !are_finite(values, steps * STEP_WORDS)) {
     add_seen_values(block, rows, p, values, key, steps);
     return 0;
   }
@@ -372,50 +242,35 @@ NOINLINE void attend_many(const int both, struct prefetch *prefetch, const struc
   uint32_t p[ROW_BLOCK * TILE / 2] __attribute__((aligned(64)));
   const int low = block->low, high = block->high;
   score_block(both, s, rows->q + (long)block->row * D, tile->keys, low, high);
-  weigh_block(FETCH_ROW, prefetch, p, s, block, rows);
+  weigh_block(FETCH_ROW, prefetch, p, s, block, rows, tile);
   add_block(both, 0, prefetch, block, rows, p + low / 2, tile->values + low / 32 * STEP_WORDS, low, (high - low) / 32);
 }
 
-// Up to FEW_ROWS rows from `row` on, and keys in place. Tiles 2, 3 and 5 have sixteen rows.
-INLINE void attend_few(struct prefetch *prefetch, const struct rows *rows, int row, int count, const struct tile *tile, int start) {
-  float s[16 * TILE] __attribute__((aligned(64)));
-  uint32_t p[FEW_ROWS * TILE / 2] __attribute__((aligned(64)));
-  struct block blocks[FEW_ROWS / 16];
-  const int number = (count + 15) / 16;
-  configure_rows(min(count, 16), 16);
-  for (int i = 0; i < number; i++) {
-    struct block *block = blocks + i;
-    place_block(block, rows, row + 16 * i, min(16, count - 16 * i), tile, start);
-    if (block->low == block->high) continue;
-    score_in_place(block->count, prefetch, s, rows->q + (long)block->row * D, tile, block->low, block->high);
-    weigh_block(0, prefetch, p + 16 * i * (TILE / 2), s, block, rows);
-  }
-  int configured = min(count, 16);
-  for (int key = tile->first & ~31; key < tile->end; key += 32) {
-    load_step(FETCH_PAIR, prefetch, tile->values, tile, key);
-    for (int i = 0; i < number; i++) {
-      const struct block *block = blocks + i;
-      if (key < block->low || key >= block->high) continue;
-      if (block->count != configured) configure_rows(block->count, 16);
-      const int done = add_block(0, FETCH_STEP, prefetch, block, rows, p + 16 * i * (TILE / 2) + key / 2, tile->values, key, 1);
-      configured = done ? block->count : 0;
-    }
+#if CACHE_TYPE == BF16
+#include "attention_few_rows.h"
+#endif
+
+INLINE void attend_copies(struct prefetch *prefetch, const struct rows *rows, int count, const struct tile *tile, int start) {
+  for (int row = 0; row < count; row += ROW_BLOCK) {
+    struct block block;
+    place_block(&block, rows, row, min(ROW_BLOCK, count - row), tile, start);
+    if (block.low == block.high) continue;
+    configure_rows(min(block.count, 16), max(block.count - 16, 0));
+    if (block.count > 16) attend_many(1, prefetch, &block, rows, tile);
+    else attend_many(0, prefetch, &block, rows, tile);
   }
 }
 
 // All `count` rows and one tile. Threads that hold no tiles are switched faster.
 INLINE void attend(struct prefetch *prefetch, int copied, const struct rows *rows, int count, const struct tile *tile, int start) {
+#if CACHE_TYPE == BF16
   if (IN_PLACE(copied))
     for (int row = 0; row < count; row += FEW_ROWS) attend_few(prefetch, rows, row, min(FEW_ROWS, count - row), tile, start);
-  else
-    for (int row = 0; row < count; row += ROW_BLOCK) {
-      struct block block;
-      place_block(&block, rows, row, min(ROW_BLOCK, count - row), tile, start);
-      if (block.low == block.high) continue;
-      configure_rows(min(block.count, 16), max(block.count - 16, 0));
-      if (block.count > 16) attend_many(1, prefetch, &block, rows, tile);
-      else attend_many(0, prefetch, &block, rows, tile);
-    }
+  else attend_copies(prefetch, rows, count, tile, start);
+#else
+  (void)copied;
+  attend_copies(prefetch, rows, count, tile, start);
+#endif
   _tile_release();
 }
 
