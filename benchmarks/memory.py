@@ -21,6 +21,7 @@ from benchmarks.harness import record, table
 from benchmarks.latency import load_model, model_name
 from benchmarks.shapes import SHAPES
 from tinyvllm.engine.tools.stepping import Stepping
+from tinyvllm.integers import round_up
 
 _STEPS = 32
 _PROMPT = 256  # tokens
@@ -58,7 +59,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     from benchmarks.compare.child import prompt
 
     begin = resident()
-    longest = -(-(_PROMPT + 2 * _STEPS + 8) // 16) * 16
+    longest = round_up(_PROMPT + 2 * _STEPS + 8 + options.batch, 16)  # the first request decodes while the others' prompts are computed
     blocks = options.batch * longest // 16  # all of which the run fills: untouched ones would take no memory
     llm = load_model(options, max_model_len=longest, max_num_seqs=options.batch, num_blocks=blocks)
     loaded = resident()

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -102,17 +103,15 @@ def captured(make: Make, kernel: bool) -> Callable[[], None]:
 
     from tinyvllm.bridge import Captured, synchronize
 
-    os.environ.pop("TINYVLLM_KERNELS", None)
-    if not kernel:
-        os.environ["TINYVLLM_KERNELS"] = "all=ref"
-    op = make(kernel)
+    with mock.patch.dict(os.environ, {} if kernel else {"TINYVLLM_KERNELS": "all=ref"}):  # a record says what was forced for all of it
+        op = make(kernel)
 
-    def run() -> Tensor:
-        result: Tensor = op().contiguous().realize()
-        return result
+        def run() -> Tensor:
+            result: Tensor = op().contiguous().realize()
+            return result
 
-    step = Captured(run)
-    step()
+        step = Captured(run)
+        step()
 
     def once() -> None:
         for _ in range(4):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tinyvllm import speculative
 from tinyvllm.config.engine import resolve
 from tinyvllm.errors import ArgumentError
 
@@ -23,12 +24,13 @@ def test_two_devices_are_two_stages(tmp_path: Path) -> None:
 def test_all_ways_work_together(tmp_path: Path) -> None:
     sizes = {"prefill_context_parallel_size": 4, "tensor_parallel_size": 2, "pipeline_parallel_size": 3}
     grid = resolve(tmp_path, environ={}, **sizes)
-    assert (grid.num_ranks, grid.cpu_ranks, grid.block_size) == (24, 24, 1024) and grid.speculative_config is None
+    assert (grid.num_ranks, grid.cpu_ranks, grid.block_size) == (24, 24, 1024)
 
 
 def test_what_several_ranks_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
-        assert resolve(tmp_path, environ={}, **{name: 2}).speculative_config is None, "a default that does not work with it"
+    assert resolve(tmp_path, environ={}, pipeline_parallel_size=2).speculative_config is None, "a default that does not work with it"
+    for name in ("tensor_parallel_size", "context_parallel_size"):
+        assert resolve(tmp_path, environ={}, **{name: 2}).speculative_config is speculative.AUTO
     for given, words in [
         ({"pipeline_parallel_size": 0}, ["pipeline_parallel_size", "1 to 64", "got 0"]),
         ({"pipeline_parallel_size": 2, "swap_space": "1GiB"}, ["swap_space does not work with pipeline_parallel_size=2"]),
@@ -37,7 +39,18 @@ def test_what_several_ranks_cannot_do_is_refused_by_name(tmp_path: Path) -> None
         ({"pipeline_parallel_size": 2, "device": "CUDA:3"}, ["choose them by CUDA_VISIBLE_DEVICES=3,..., got device=CUDA:3"]),
         ({"context_parallel_size": 2, "device": "METAL"}, ["context_parallel_size=2 runs on the CPU and on CUDA, got device=METAL"]),
         ({"tensor_parallel_size": 2, "swap_space": "1GiB"}, ["swap_space does not work with tensor_parallel_size=2"]),
-        ({"tensor_parallel_size": 2, "speculative_config": "ngram"}, ["speculative_config does not work with tensor_parallel_size=2"]),
+        (
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "speculative_config": "ngram"},
+            ["speculative_config does not work with pipeline_parallel_size=2"],
+        ),
+        (
+            {"tensor_parallel_size": 2, "speculative_config": "mtp"},
+            ["method=mtp does not work with tensor_parallel_size=2", "one of ngram, suffix, draft_model"],
+        ),
+        (
+            {"context_parallel_size": 2, "speculative_config": {"method": "draft_model", "model": "m"}},
+            ["method=draft_model does not work with context_parallel_size=2", "one of ngram, suffix,"],
+        ),
         ({"tensor_parallel_size": 2, "prefix_cache_dir": tmp_path}, ["prefix_cache_dir does not work with tensor_parallel_size=2"]),
         ({"tensor_parallel_size": 2, "async_scheduling": True}, ["async_scheduling does not work with tensor_parallel_size=2"]),
         (

@@ -16,6 +16,7 @@ from tinygrad.helpers import USE_TC
 
 from tests.emulator.driver import Driver
 from tests.emulator.rank import PEERS, on_gpus
+from tests.engine.drafting import Fixed, Oracle, Scripted
 from tests.engine.test_tensor_parallel import EXPERTS, GOLDEN, alive, run_on, start
 from tests.models.test_expert_adapters import LATENT, experts_of
 from tests.tiny.adapters import ATTENTION, write_adapter
@@ -48,6 +49,18 @@ def tokens(llm: LLM, prompts: Any = TEXTS, params: Any = GREEDY) -> list[list[in
 def expected(driver: Driver) -> list[list[int]]:
     with LLM(MODEL, device="CUDA", **OPTIONS) as one:
         return tokens(one)
+
+
+@pytest.mark.parametrize("name", [pytest.param("tensor"), pytest.param("context", marks=pytest.mark.long)])
+def test_drafts_change_no_token(name: str, driver: Driver) -> None:
+    """Drafts of half of the next tokens: rows that the ranks compute together, and that rank 0 draws."""
+    sizes, params = {f"{name}_parallel_size": 2}, SamplingParams(temperature=0.7, seed=5, max_tokens=10, ignore_eos=True)
+    with LLM(MODEL, device="CUDA", **OPTIONS | ({"num_blocks": 4} if name == "context" else {}), speculative_config="off", **sizes) as llm:
+        alone = llm.generate(TEXTS, params)
+        controller = Fixed(3)
+        llm.engine.speculate(Scripted(Oracle(alone).half_right), controller)
+        drafted = llm.generate(TEXTS, params)
+    assert [one.outputs[0].token_ids for one in drafted] == [one.outputs[0].token_ids for one in alone] and controller.accepted > 3
 
 
 @pytest.mark.parametrize("name", ["tensor", "pipeline"])

@@ -305,8 +305,8 @@ def test_plain_words_are_what_they_say() -> None:
     np.testing.assert_array_equal(plain("v16_from_high_f16"), (words >> 16).astype(np.uint16).view(np.float16).astype(np.float32))
     exponents = rows["f"] * np.float32(11)
     np.testing.assert_allclose(plain("v16_exp"), np.where(exponents < -87, 0, exact), rtol=3e-7)
-    np.testing.assert_allclose(plain("v16_exp2"), np.where(negative < -126, 0, powers), rtol=3e-7)
-    assert (negative < -126).any() and (negative > -126).any()
+    np.testing.assert_allclose(plain("v16_exp2"), np.where(negative < -100, 0, powers), rtol=3e-7)
+    assert (negative < -100).any() and (negative > -100).any()
     bytes_ = rows["h"].view(np.uint8).reshape(-1, 16, 4).astype(int)
     signed = np.ascontiguousarray(rows["x"]).view(np.int8).reshape(-1, 1, 4).astype(int)
     start = rows["x"].view(np.int32)[:, None] >> 8

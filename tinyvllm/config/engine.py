@@ -327,7 +327,7 @@ def resolve(model: str | os.PathLike[str] | None = None, *, environ: Mapping[str
             raise ArgumentError(f"{name}={values[name]} is a number of bytes (vLLM's swap_space is in GiB): write '{values[name]:g}GiB'")
     if "speculative_config" in values:
         values["speculative_config"] = speculative.parse(values["speculative_config"])
-    elif len(devices) > 1 or any(values.get(f"{name}_parallel_size", 1) != 1 for name in ("tensor", "pipeline", "context")):
+    elif len(devices) > 1 or values.get("pipeline_parallel_size", 1) != 1:
         values["speculative_config"] = None  # does not work with it yet
     if "lora_modules" in values:
         modules = values["lora_modules"] = parse_lora_modules(values["lora_modules"])

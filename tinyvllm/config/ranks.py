@@ -5,9 +5,11 @@ from __future__ import annotations
 from tinyvllm.config.devices import kind_of
 from tinyvllm.errors import ArgumentError
 from tinyvllm.kv_events.config import KVEventsConfig
+from tinyvllm.speculative import SpeculativeConfig
 
 PARALLEL_SIZES = (1, 2, 4, 8)  # of processes that share layers or contexts
 SHARED_BY_GPUS = ("CUDA",)  # kinds of devices of which several can share a model
+DIVIDED = ("ngram", "suffix")  # methods of guessing that need nothing of the model, which several processes divide
 LAYER_DEVICES = ("CUDA", "METAL")  # that may have some of a model's layers, next to the CPU
 
 
@@ -25,6 +27,7 @@ class RankOptions:
     data_parallel_size: int
     data_parallel_rank: int | None
     kv_events_config: KVEventsConfig | None
+    speculative_config: SpeculativeConfig | None
 
     @property
     def starts_replicas(self) -> bool:
@@ -137,7 +140,8 @@ class RankOptions:
             how = f", and ranks have the first GPUs: choose them by CUDA_VISIBLE_DEVICES={self.device.partition(':')[2]},..."
             on = f"the CPU and on {', '.join(SHARED_BY_GPUS)}{how * (kind_of(self.device) in SHARED_BY_GPUS)}"
             raise ArgumentError(f"{given} runs on {on}, got device={self.device}: leave one of them out")
-        refused = ["swap_space", "speculative_config", "prefix_cache_dir", "async_scheduling", "imatrix"]
+        self._check_drafts(given)
+        refused = ["swap_space", "prefix_cache_dir", "async_scheduling", "imatrix"]
         if self.more_devices or self.context_parallel_size > 1:
             refused.append("enable_lora")
         for name in refused:
@@ -145,3 +149,18 @@ class RankOptions:
                 raise ArgumentError(f"{name} does not work with {given} yet: leave one of them out")
         if self.num_scheduler_steps != 1:
             raise ArgumentError(f"num_scheduler_steps={self.num_scheduler_steps} is not supported with {given}: use 1")
+
+    def _check_drafts(self, given: str) -> None:
+        """ArgumentError for drafters that several ranks cannot have yet. `given`: the option that asks for ranks."""
+        chosen = self.speculative_config
+        if chosen is None:
+            return
+        if self.pipeline_parallel_size > 1:  # several steps are in flight, and drafts follow what the last one drew
+            stages = given if self.more_devices else f"pipeline_parallel_size={self.pipeline_parallel_size}"
+            raise ArgumentError(f"speculative_config does not work with {stages} yet: leave one of them out")
+        alone = DIVIDED if self.context_parallel_size > 1 else (*DIVIDED, "draft_model")
+        if chosen.method not in alone:
+            raise ArgumentError(
+                f"speculative_config: method={chosen.method} does not work with {given} yet: no process has what it reads of the model; "
+                f"use one of {', '.join(alone)}, or leave one of them out"
+            )

@@ -19,13 +19,13 @@ log = logging.getLogger("tinyvllm")
 
 
 def draft_model_config(config: EngineConfig, chosen: SpeculativeConfig) -> EngineConfig:
-    """The draft model's configuration, but for the size of its cache and its context."""
+    """The draft model's configuration, but for the size of its cache and its context. It is whole: rank 0 has it alone."""
     assert chosen.model is not None, "SpeculativeConfig checks it"
     return replace(
         config, model=chosen.model, revision=chosen.revision, quantization=chosen.quantization, imatrix=None, tokenizer=None,
         max_model_len=None, kv_memory=None, swap_space=0, prefix_cache_dir=None, record=None, profile=None, energy=False,
         speculative_config=None, disable_hybrid_kv_cache_manager=True, enable_lora=False, max_loras=1, max_lora_rank=16, lora_experts=False,
-        lora_modules=(),
+        lora_modules=(), tensor_parallel_size=1,
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from tinyvllm.engine.second_model import open_any_drafter
 from tinyvllm.engine.segments import Segments
 from tinyvllm.engine.speculation import Speculation, time_without_captures
 from tinyvllm.engine.stages import Stages
-from tinyvllm.engine.startup import DEVICE_LOCK, Progress, cache_facts, eos_ids_of, load_model_tokenizer, load_runner, new_scheduler
+from tinyvllm.engine.startup import DEVICE_LOCK, Progress, cache_facts, eos_ids_of, load_model_tokenizer, new_scheduler, start_runner
 from tinyvllm.engine.stats import Costs, EngineStats, memory_bandwidth
 from tinyvllm.engine.status import engine_status, explain_prefix
 from tinyvllm.engine.warmup import new_warmup, tune_next
@@ -72,7 +72,7 @@ class Engine:
     ):
         self._closed = False
         self.config = config = replace(config, device=start_device(config.device, cache_folder()))
-        self.runner = runner or load_runner(config, progress)
+        self.runner = runner or start_runner(config, progress)
         self.config = config = fitted_to_states(self.runner.options, self.runner)
         self.max_model_len = self.runner.max_model_len
         self.tokenizer = load_model_tokenizer(config, self.runner)

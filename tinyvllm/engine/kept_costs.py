@@ -33,7 +33,8 @@ class KeptCosts:
         """`method` of guessing: some have the step compute hidden states."""
         shape = [str(runner.config), sorted(map(str, runner.weight_formats)), str(runner.weight_layout), str(runner.dtype)]
         options = [config.kv_cache_dtype, config.block_size, config.enable_cascade, method]
-        machine = [platform.node(), runner.placement.kind, runner.architecture, runner.variants(), runner.num_threads()]
+        ranks = [config.tensor_parallel_size, config.context_parallel_size]
+        machine = [platform.node(), runner.placement.kind, runner.architecture, runner.variants(), runner.num_threads(), ranks]
         name = json.dumps([shape, options, machine, os.environ.get("TINYVLLM_KERNELS"), VERSION])
         self.place = f"costs/{hashlib.sha256(name.encode()).hexdigest()[:32]}"
         self._before: dict[tuple[int, int], float] = {}  # as read or written last

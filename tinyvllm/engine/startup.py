@@ -39,16 +39,22 @@ DEVICE_LOCK = threading.RLock()
 _ADVICE = "lower --num-blocks or --kv-memory, or use --quantization q8_0 or q4_k_m"
 
 
-def load_runner(config: EngineConfig, progress: Progress | None, opened: OpenedModel | None = None) -> Runner:
-    """The model on its device, opened before or not. OutOfMemoryError, one line, if it, its cache and a drafter do not fit."""
+def start_runner(config: EngineConfig, progress: Progress | None) -> Runner:
+    """`load_runner` of the engine's own model, on the cores that this process has of those that share it."""
     from tinyvllm.runner.device import share_cores
     from tinyvllm.runner.grid import core_share
+
+    share_cores(core_share(config))
+    return load_runner(config, progress)
+
+
+def load_runner(config: EngineConfig, progress: Progress | None, opened: OpenedModel | None = None) -> Runner:
+    """The model on its device, opened before or not. OutOfMemoryError, one line, if it, its cache and a drafter do not fit."""
     from tinyvllm.runner.memory import free_together
     from tinyvllm.runner.opened import open_model  # after start_device, which sets what tinygrad reads at import
     from tinyvllm.runner.runner import Runner
 
     free, limit = free_together(config.memories)  # before the weights take some
-    share_cores(core_share(config))
     try:
         with DEVICE_LOCK:
             opened = opened or open_model(config, config.device)

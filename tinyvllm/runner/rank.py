@@ -25,6 +25,7 @@ from tinyvllm.distributed.memory import Layout, SharedMemory
 from tinyvllm.distributed.ranks import BEAT_SECONDS, DONE, REFUSED
 from tinyvllm.errors import FormatError, ModelError
 from tinyvllm.runner.device import share_cores, start_device
+from tinyvllm.speculative import SpeculativeConfig
 
 PR_SET_PDEATHSIG = 1
 
@@ -35,7 +36,8 @@ def main(socket_fd: int, memory_fd: int) -> None:
     start = json.loads(link.makefile("rb").readline())
     memory = SharedMemory(Layout(**start["layout"]), memory_fd)
     memory.close_file()
-    whole = EngineConfig(**start["config"])
+    options, drafts = start["config"], start["config"]["speculative_config"]
+    whole = EngineConfig(**options | {"speculative_config": drafts and SpeculativeConfig(**drafts)})
     config = whole.of_rank(start["rank"])
     start_device(config.device, cache_folder())
     from tinyvllm.runner.grid import core_share

@@ -104,7 +104,7 @@ INLINE void add_values(const int both, const int lines, struct prefetch *prefetc
 #define EXPONENT (SCALE * 1.44269504f)
 #define SLACK (8.0f / EXPONENT)
 
-// 2^x, 9e-5 off at most relative to the result, a twentieth of what rounding to bfloat16 changes; 0 for -infinity. The polynomial is for 2^r, r from 0
+// 2^x, 9e-5 off at most relative to the result, a twentieth of what rounding to bfloat16 changes; 0 below -100, as v16_exp2. The polynomial is for 2^r, r from 0
 // to 1, fitted for the least relative error.
 INLINE v16 power_of_two(v16 x) {
   const v16 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
@@ -112,7 +112,7 @@ INLINE v16 power_of_two(v16 x) {
   y = v16_fma(y, r, v16_set(2.276449800e-1f));
   y = v16_fma(y, r, v16_set(6.951168180e-1f));
   y = v16_fma(y, r, v16_set(1.0f));
-  return _mm512_scalef_ps(y, x);
+  return v16_zero_below(_mm512_scalef_ps(y, x), x, v16_set(-100.0f));
 }
 
 // Sixteen numbers of which 0 is the key `key`: `other` before the key first and from end on.
