@@ -72,7 +72,16 @@ def _load_shared(kernel: Kernel, extra: tuple[str, ...]) -> Callable[..., None]:
         fresh = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.so")
         subprocess.run([provide_compiler(FOLDER), *flags, "-", "-o", str(fresh)], input=text.encode(), check=True)
         fresh.replace(path)
-    return _typed(ctypes.CDLL(str(path)).entry)
+    library = ctypes.CDLL(str(path))
+    entry = _typed(library.entry)
+    if not hasattr(library, "begin_thread"):
+        return entry
+
+    def begin(*arguments: object) -> None:
+        library.begin_thread()
+        entry(*arguments)
+
+    return begin
 
 
 def _typed(entry: Any) -> Callable[..., None]:

@@ -28,6 +28,10 @@ static void emulated_config(const void *shapes) {
 
 static void emulated_release(void) { memset(emulated, 0, sizeof emulated); }
 
+// A thread calls it before a kernel. The first use of its tiles allocates them, by code that may change the registers zmm16 to zmm31, in which clang
+// keeps numbers over that (it takes the call for one that spares them).
+void begin_thread(void) { emulated_release(); }
+
 static void emulated_zero(int tile) { memset(emulated[tile].at, emulated_shape_is_bad(tile) ? 0xFF : 0, sizeof emulated[tile].at); }
 
 static void emulated_load(int tile, const void *from, long pitch) {
