@@ -122,8 +122,8 @@ INLINE void attend_tiles(int copied, const struct area *area, const struct rows 
     const int first = max(from, start), tile_end = min(end, start + TILE);
     prefetch_nothing(&prefetch);
     if (tile_end < end) prefetch_keys(&prefetch, step->cache, table, head, tile_end, min(end, tile_end + TILE));
-    load_tile(&prefetch, copied, &tile, area->keys, area->values, step->cache, table, head, start, first, tile_end);
-    attend(&prefetch, copied, rows, count, &tile, start);
+    load_tile(&prefetch, copied && COPIED(count), &tile, area->keys, area->values, step->cache, table, head, start, first, tile_end);
+    attend(&prefetch, copied && COPIED(count), rows, count, &tile, start);
   }
 }
 

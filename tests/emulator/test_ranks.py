@@ -63,6 +63,16 @@ def test_drafts_change_no_token(name: str, driver: Driver) -> None:
     assert [one.outputs[0].token_ids for one in drafted] == [one.outputs[0].token_ids for one in alone] and controller.accepted > 3
 
 
+@pytest.mark.long
+def test_a_draft_model_is_whole_on_the_first_gpu(driver: Driver) -> None:
+    options, config = {**OPTIONS, "tensor_parallel_size": 2}, {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 2}
+    with LLM(MODEL, device="CUDA", **options, speculative_config="off") as llm:
+        alone = tokens(llm)
+    with LLM(MODEL, device="CUDA", **options, speculative_config=config) as llm:
+        drafted = llm.generate(TEXTS, GREEDY)
+    assert [one.outputs[0].token_ids for one in drafted] == alone and any(one.metrics.accepted_tokens for one in drafted)
+
+
 @pytest.mark.parametrize("name", ["tensor", "pipeline"])
 def test_greedy_tokens_are_those_of_one_gpu(name: str, expected: list[list[int]], driver: Driver) -> None:
     before, divides = len(driver.launched), name == "tensor"

@@ -15,6 +15,7 @@ from tests.kernels.calling import TILE_LANES, aligned, call
 from tinyvllm.backends.cpu.toolchain import cpu_features
 from tinyvllm.backends.kernel import Kernel
 from tinyvllm.batch import KVLayout
+from tinyvllm.quant.codecs import f32_to_bf16
 from tinyvllm.quant.kv import KV_FORMATS, pack_blocks, unpack_blocks
 
 NEEDS = {"amx": TILE_LANES, "avx512": {"avx512f"}, "avx2": {"avx2"}, "neon": {"asimd"}}
@@ -301,6 +302,21 @@ CONTEXT = [1, 70, 17, 300, 530, 64, 289]
 @functools.cache
 def ragged(shape: Shape) -> Case:
     return make(shape, NEW, CONTEXT)
+
+
+@pytest.mark.parametrize(("dtype", "target"), in_turn(["F32", "BF16", "KV_FP8"], TARGETS))
+def test_weights_below_2_to_the_minus_100_are_0(dtype: str, target: str) -> None:
+    """The second key's is 2^-110, and its value 2^108, so it would be seen. Subnormal weights would be slow, too."""
+    case, D = make(Shape(H=2, K=2, D=64), [2], [2]), 64
+    numbers = np.zeros_like(case.cache)
+    numbers[case.tables[0, 0], 0, :, 1, 0], numbers[case.tables[0, 0], 1, :, 0] = -1, 1
+    numbers[case.tables[0, 0], 1, :, 1] = 2.0**108
+    cache = pack_blocks(dtype, numbers) if dtype in KV_FORMATS else numbers if dtype == "F32" else f32_to_bf16(numbers)
+    case = replace(case, shape=replace(case.shape, dtype=dtype), cache=aligned(cache.shape, cache.dtype, cache))
+    case.q[...] = 0
+    case.q[:, :, 0] = 110 * np.log(2) * D**0.5
+    for out in (prefill(case, target), decode(case, target)):
+        np.testing.assert_allclose(out, 1, atol=0.02)  # what e4m3 and its scale make of 1
 
 
 @pytest.mark.parametrize(("shape", "target"), in_turn(RAGGED, TARGETS))

@@ -50,16 +50,16 @@ ENGINE_OPTIONS: tuple[Option, ...] = (
         {
             "type": int,
             "metavar": "N",
-            "help": "processes that share a layer, each with a part of every matrix: 1, 2, 4 or 8, on the CPU",
+            "help": "processes that share a layer, each with a part of every matrix: 1, 2, 4 or 8, on the CPU or GPUs",
         },
     ),
     (
         "--pipeline-parallel-size",
-        {"type": int, "metavar": "N", "help": "runs of layers that the model is divided into, a process each, on the CPU"},
+        {"type": int, "metavar": "N", "help": "runs of layers that the model is divided into, a process each, on the CPU or GPUs"},
     ),
     (
         "--context-parallel-size",
-        {"type": int, "metavar": "N", "help": "processes that divide the KV cache of each sequence: 1, 2, 4 or 8, on the CPU"},
+        {"type": int, "metavar": "N", "help": "processes that divide the KV cache of each sequence: 1, 2, 4 or 8, on the CPU or GPUs"},
     ),
     (
         "--data-parallel-size",

@@ -44,7 +44,7 @@
 #define BY_TILES 0
 #endif
 #if INTEGER_CACHE && defined(LANES_AMX)
-#define COPIED(count) ((count) >= 32)  // rows for which a tile of keys and values is copied in prefills; fewer are faster without
+#define COPIED(count) ((count) >= 32)  // rows of a sequence for which a tile of keys and values is copied; fewer are faster without
 #else
 #define COPIED(count) 1
 #endif
