@@ -59,9 +59,10 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     from benchmarks.compare.child import prompt
 
     begin = resident()
-    longest = round_up(_PROMPT + 2 * _STEPS + 8 + options.batch, 16)  # the first request decodes while the others' prompts are computed
+    # The first request decodes while the others' prompts are computed: in as many steps as tokens say, whatever the machine's speed.
+    longest = round_up(_PROMPT + 2 * _STEPS + 8 + options.batch, 16)
     blocks = options.batch * longest // 16  # all of which the run fills: untouched ones would take no memory
-    llm = load_model(options, max_model_len=longest, max_num_seqs=options.batch, num_blocks=blocks)
+    llm = load_model(options, max_model_len=longest, max_num_seqs=options.batch, num_blocks=blocks, max_step_ms=0)
     loaded = resident()
     stepping = Stepping(llm)
     stepping.begin([prompt(_PROMPT, b) for b in range(options.batch)])
