@@ -138,24 +138,32 @@ static inline void prepare_row(uint8_t *row, const float *x) {
 // One panel's last bytes prefetch the first of the next: without that a core reads a quarter less (Q4_0: 18 KB a panel).
 #ifdef LANES_AVX2
 #define AHEAD(panels, tokens) ((panels) == 2 ? 4096 : 8192)
-#elif defined(LANES_AMX) && !(INTEGERS && PART == 16)  // to the L2: lines that wait for memory are not those of the L1 (Q4_0: 1.02 to 1.1)
-#define AHEAD(panels, tokens) 8192
-#define AHEAD_LEVEL 2
-#elif INTEGERS && PART == 16  // their lines are not read in the order of memory, so hardware prefetches less of them
+#elif defined(LANES_AMX) || (INTEGERS && BLOCK > PART)
 #define AHEAD(panels, tokens) 8192
 #else
-#define AHEAD(panels, tokens) ((panels) == 2 ? 2048 : (tokens) <= 2 ? 4096 : 8192)
+#define AHEAD(panels, tokens) ((panels) == 2 ? 4096 : (tokens) == 1 ? 4096 : 8192)
 #endif
 
-#ifndef AHEAD_LEVEL
-#define AHEAD_LEVEL 3  // the L1
+// Whether prefetches go to the L2 only. A core waits for fewer lines of its L1 than of its L2 (Zen 4: 24), and lines that its sums do not need
+// yet take those places: several rows 1.1 to 1.4 times as fast on Zen 4, all on Emerald Rapids 1.02 to 1.1. One row that reads memory from end to
+// end is 1.04 times as fast with the L1, and so are parts of sixteen with few rows by other code than AVX-512's, whose lines are not read in order.
+#if defined(LANES_NEON) || defined(LANES_PLAIN)
+#define TO_L2(tokens) 0
+#elif defined(LANES_AMX)
+#define TO_L2(tokens) (!(INTEGERS && PART == 16))
+#elif defined(LANES_AVX2)
+#define TO_L2(tokens) ((tokens) > (INTEGERS && PART == 16 ? 6 : 1))
+#else
+#define TO_L2(tokens) ((tokens) > (INTEGERS ? 1 : 2) || (INTEGERS && BLOCK > PART))
 #endif
 
-// Prefetch of the `bytes` that are AHEAD of `at` in a panel; what would be after its end is taken from the start of `next_panel`.
-INLINE void fetch_ahead(const uint8_t *panel, const uint8_t *next_panel, const long at, const int bytes, const int ahead) {
-  const long lead = (ahead < PANEL ? ahead : PANEL) / bytes * bytes;
+// Prefetch, for a tile, of the `bytes` that are AHEAD of `at` in a panel; what would be after its end is taken from the start of `next_panel`.
+INLINE void fetch_ahead(const int panels, const int tokens, const uint8_t *panel, const uint8_t *next_panel, const long at,
+                        const int bytes) {
+  const long ahead = AHEAD(panels, tokens), lead = (ahead < PANEL ? ahead : PANEL) / bytes * bytes;
   const uint8_t *from = (at < PANEL - lead ? panel + lead : next_panel - (PANEL - lead)) + at;
-  UNROLL for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, AHEAD_LEVEL);
+  if (TO_L2(tokens)) UNROLL for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+  else UNROLL for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
 // acc[t], the sums of one slice, join those of the slices before it: waiting[n] is the sum of 2^n slices whose neighbour comes next. After
@@ -170,6 +178,11 @@ INLINE void add_slice(const int tokens, int slice, v16 *acc, v16 waiting[WAITING
 #if INTEGERS
 #define PARTS (BLOCK / PART)
 #define SHARE (PANEL_BLOCK_BYTES / PARTS)  // a whole number for every format
+#ifdef LANES_AMX
+#define UNROLLED 0
+#else
+#define UNROLLED 2  // rows, at most, for which all parts of a block are written out: what their words and scales share is computed once
+#endif
 
 // acc[t] += a part, whose sums of integers are `sum`.
 INLINE void add_part(const int tokens, const struct part_sum *sum, const struct x_group *group, int half, v16 scale, v16 *acc) {
@@ -189,7 +202,7 @@ INLINE void dot_one_part(const int panels, const int tokens, const uint8_t *pane
                          const uint8_t *x, v16 *acc) {
   const uint8_t *block = panel + b * PANEL_BLOCK_BYTES;
   // a part's share: the lines of a whole block of 256 at once are more than a core can ask for
-  fetch_ahead(panel, next_panel, b * PANEL_BLOCK_BYTES + p * SHARE, SHARE, AHEAD(panels, tokens));
+  fetch_ahead(panels, tokens, panel, next_panel, b * PANEL_BLOCK_BYTES + p * SHARE, SHARE);
   const struct x_group *group = (const struct x_group *)x + (b * BLOCK + p * PART - BEFORE) / 32;
   const int half = p * PART % 32 / 16;  // of the group, that the part begins with
   struct part_sum sum[MAX_TOKENS];
@@ -213,7 +226,10 @@ INLINE void dot_tile(const int panels, const int tokens, const uint8_t *panel, l
     for (long b = start / BLOCK; b * BLOCK < end; b++) {
       const int from = UNIT < BLOCK && b * BLOCK < start ? (int)(start % BLOCK) / PART : 0;
       const int to = UNIT < BLOCK && end - b * BLOCK < BLOCK ? (int)(end % BLOCK) / PART : PARTS;
-      for (int p = from; p < to; p++) dot_one_part(panels, tokens, panel, next_panel, b, p, x, acc);
+      if (tokens <= UNROLLED && from == 0 && to == PARTS) {
+        UNROLL for (int p = 0; p < PARTS; p++) dot_one_part(panels, tokens, panel, next_panel, b, p, x, acc);
+      } else
+        for (int p = from; p < to; p++) dot_one_part(panels, tokens, panel, next_panel, b, p, x, acc);
     }
     add_slice(tokens, slice, acc, waiting);
   }
@@ -243,7 +259,7 @@ INLINE void dot_group(const int panels, const int tokens, const uint8_t *panel, 
     UNROLL for (int c = 0; c < together; c++) UNROLL for (int t = 0; t < tokens; t++) sum[c][t] = v16_set(0.0f);
     for (int share = 0; share < shares; share++) {
       const int fetch = first + share;
-      if (fetch < FETCHES) fetch_ahead(panel, next_panel, b * PANEL_BLOCK_BYTES + fetch * SHARE, SHARE, AHEAD(panels, tokens));
+      if (fetch < FETCHES) fetch_ahead(panels, tokens, panel, next_panel, b * PANEL_BLOCK_BYTES + fetch * SHARE, SHARE);
       UNROLL for (int k = 0; k < CHAIN_STEPS / shares; k++) UNROLL for (int c = 0; c < together; c++)
           dot_run_step(tokens, block, x, first + c, share * (CHAIN_STEPS / shares) + k, sum[c]);
     }
@@ -290,8 +306,7 @@ INLINE void dot_tile(const int panels, const int tokens, const uint8_t *panel, l
     const long end = slice_column(slice + 1) / STEP_COLUMNS;
     UNROLL for (int p = 0; p < panels; p++) UNROLL for (int t = 0; t < tokens; t++) acc[p][t] = v16_set(0.0f);
     for (long k = slice_column(slice) / STEP_COLUMNS; k < end; k += 4) {
-      UNROLL for (int p = 0; p < panels; p++)
-          fetch_ahead(panel + p * apart, next_panel, k * STEP_BYTES, 4 * STEP_BYTES, AHEAD(panels, tokens));
+      UNROLL for (int p = 0; p < panels; p++) fetch_ahead(panels, tokens, panel + p * apart, next_panel, k * STEP_BYTES, 4 * STEP_BYTES);
       UNROLL for (int i = 0; i < 4; i++) dot_step(panels, tokens, panel, apart, x, k + i, acc);
     }
     UNROLL for (int p = 0; p < panels; p++) add_slice(tokens, slice, acc[p], waiting[p]);

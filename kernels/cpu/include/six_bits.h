@@ -8,14 +8,14 @@
 INLINE int six_bit_scale(const uint8_t *b, int p) { return p < 4 ? b[p] & 63 : (b[p + 4] & 15) | (b[p - 4] >> 6) << 4; }
 INLINE int six_bit_minimum(const uint8_t *b, int p) { return p < 4 ? b[p + 4] & 63 : b[p + 4] >> 4 | (b[p] >> 6) << 4; }
 
-// Of sixteen rows whose twelve bytes are three words [3][16][4] of a panel: scale p, minimum p.
-INLINE v16 six_bit_scales(const uint8_t *words, int p) {
-  if (p < 4) return v16_from_bits(w16_load(words), 8 * p, 6);
-  const int at = 8 * (p - 4);
-  return v16_fma(v16_from_bits(w16_load(words), at + 6, 2), v16_set(16.0f), v16_from_bits(w16_load(words + 128), at, 4));
+// Of sixteen rows whose twelve bytes are three words [3][16][4] of a panel: scale p, minimum p. Four are made at a
+// time, which a compiler does once where it sees several of them.
+INLINE w16 four_scales(const uint8_t *words, int upper) {
+  return upper ? w16_or(w16_bits(w16_load(words + 128), 0, 15), w16_bits(w16_load(words), 2, 48)) : w16_bits(w16_load(words), 0, 63);
 }
-INLINE v16 six_bit_minimums(const uint8_t *words, int p) {
-  if (p < 4) return v16_from_bits(w16_load(words + 64), 8 * p, 6);
-  const int at = 8 * (p - 4);
-  return v16_fma(v16_from_bits(w16_load(words + 64), at + 6, 2), v16_set(16.0f), v16_from_bits(w16_load(words + 128), at + 4, 4));
+INLINE w16 four_minimums(const uint8_t *words, int upper) {
+  return upper ? w16_or(w16_bits(w16_load(words + 128), 4, 15), w16_bits(w16_load(words + 64), 2, 48))
+               : w16_bits(w16_load(words + 64), 0, 63);
 }
+INLINE v16 six_bit_scales(const uint8_t *words, int p) { return v16_from_bits(four_scales(words, p >= 4), p % 4 * 8, 8); }
+INLINE v16 six_bit_minimums(const uint8_t *words, int p) { return v16_from_bits(four_minimums(words, p >= 4), p % 4 * 8, 8); }

@@ -135,7 +135,7 @@ INLINE void fetch_results(struct coming *c) {
 INLINE void multiply_stream(const uint8_t *a, const uint8_t *next_panel, const uint8_t *x, long k, long end, float *sums) {
   _tile_zero(0);
   for (; k < end; k++) {
-    fetch_ahead(a, next_panel, k * TILE_BYTES, TILE_BYTES, AHEAD(1, MAX_TOKENS));
+    fetch_ahead(1, MAX_TOKENS, a, next_panel, k * TILE_BYTES, TILE_BYTES);
     _tile_loadd(6, a + k * TILE_BYTES, 64);
     _tile_loadd(4, x + k * 64, PREPARED);
     _tile_dpbf16ps(0, 4, 6);
@@ -180,8 +180,8 @@ INLINE void multiply_block(const int rows, const uint8_t *a, const uint8_t *b, c
   for (; k < end; k++) {
     if (next->lines > 0) fetch_coming(next);
     else if (next->lines == 0) {
-      fetch_ahead(a, next->panels, k * TILE_BYTES, TILE_BYTES, AHEAD(2, MAX_TOKENS));
-      fetch_ahead(b, next->panels + PANEL, k * TILE_BYTES, TILE_BYTES, AHEAD(2, MAX_TOKENS));
+      fetch_ahead(2, MAX_TOKENS, a, next->panels, k * TILE_BYTES, TILE_BYTES);
+      fetch_ahead(2, MAX_TOKENS, b, next->panels + PANEL, k * TILE_BYTES, TILE_BYTES);
     }
     if (k % 2 == 0) fetch_results(next);
     if (TREE > 1) fold(last, 2 * rows, last->share);

@@ -26,7 +26,7 @@ INLINE void unpack_parts(struct unpacked_part *to, const uint8_t *panel, const u
   for (int i = 0; i < count; i++, part++) {
     const int b = part / PARTS, p = part % PARTS;
     const uint8_t *block = panel + (long)b * PANEL_BLOCK_BYTES;
-    fetch_ahead(panel, next_panel, (long)b * PANEL_BLOCK_BYTES + p * SHARE, SHARE, AHEAD(1, MAX_TOKENS));
+    fetch_ahead(1, MAX_TOKENS, panel, next_panel, (long)b * PANEL_BLOCK_BYTES + p * SHARE, SHARE);
     dot_part(0, block, p, 0, 0, (struct part_sum *)to[i].words);
     to[i].scale = part_scale(block, p);
 #if MINIMUMS

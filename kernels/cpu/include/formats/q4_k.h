@@ -21,12 +21,24 @@ INLINE void unpack_block(float *x, const uint8_t *block) {
 #define ZERO_POINT 0
 #define MAX_QUANT 15
 
+// Where dots of four bytes are exact, a high nibble stays in its place: sixteen times the integer, with a sixteenth of the scale.
+#ifdef SHORT_DOTS
+#define HIGH_SHIFT 4
+#define HIGH_SCALE 1.0f
+#else
+#define HIGH_SHIFT 0
+#define HIGH_SCALE 0.0625f
+#endif
+
 INLINE void dot_part(const int tokens, const uint8_t *block, int p, const struct x_group *x, const long pitch, struct part_sum *sum) {
   const uint8_t *q = block + 256 + p / 2 * 512;
-  UNROLL for (int j = 0; j < 8; j++) dot_word(tokens, w16_bits(w16_load(q + 64 * j), p % 2 * 4, 15), x, j, pitch, sum);
+  const int shift = p % 2 ? HIGH_SHIFT : 0, mask = p % 2 ? 0xF0 >> HIGH_SHIFT : 15;
+  UNROLL for (int j = 0; j < 8; j++) dot_word(tokens, w16_bits(w16_load(q + 64 * j), shift, mask), x, j, pitch, sum);
 }
 
-INLINE v16 part_scale(const uint8_t *block, int p) { return v16_mul(v16_load_f16((const uint16_t *)block), six_bit_scales(block + 64, p)); }
+INLINE v16 part_scale(const uint8_t *block, int p) {
+  return v16_mul(v16_mul(v16_load_f16((const uint16_t *)block), v16_set(p % 2 ? HIGH_SCALE : 1.0f)), six_bit_scales(block + 64, p));
+}
 INLINE v16 part_minimum(const uint8_t *block, int p) {
   return v16_mul(v16_load_f16((const uint16_t *)(block + 32)), six_bit_minimums(block + 64, p));
 }
