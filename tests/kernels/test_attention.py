@@ -72,7 +72,7 @@ class Case:
     values: list[np.ndarray]
     shared: list[int] = field(default_factory=list)
     value_scales: list[np.ndarray] = field(default_factory=list)  # float64 [context, K] of a packed cache
-    weights: str = ""  # how those of values are rounded: "whole" numbers of a tile's largest, or to "BF16"
+    weights: str = ""  # how those of values are rounded: "whole" numbers of a tile's largest, or to bfloat16 in tiles ("amx", "pairs")
 
     @property
     def starts(self) -> np.ndarray:
@@ -100,14 +100,17 @@ def check_close(got: np.ndarray, want: np.ndarray, shape: Shape, target: str) ->
     off = np.abs(got - want)
     if shape.dtype in INTEGERS:
         assert not np.isnan(off).any() and off.max() < 2e-2 and np.mean(off > 1e-4) < 1e-2, (off.max(), np.mean(off > 1e-4))
-    elif by_tiles(shape, target):
+    elif rounding_tiles(shape, target):
         assert not np.isnan(off).any() and off.max() < 1e-2 and np.mean(off) < 1e-4, (off.max(), np.mean(off))
     else:
         np.testing.assert_allclose(got, want, **TOLERANCE)
 
 
-def by_tiles(shape: Shape, target: str) -> bool:
-    return target == "amx" and shape.dtype in ("BF16", "KV_FP8")
+def rounding_tiles(shape: Shape, target: str) -> str:
+    """The tiles in which weights are rounded to bfloat16, as `weights_in_tiles` has them: AMX's, or those of pairs of bfloat16; or none."""
+    if target == "amx" and shape.dtype in ("BF16", "KV_FP8"):
+        return "amx"
+    return "pairs" if target == "avx512" and shape.dtype == "BF16" and "avx512_bf16" in cpu_features() else ""
 
 
 def _rounded(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
@@ -162,8 +165,8 @@ def _packed(s: Shape, cache: np.ndarray, tables: np.ndarray, context: list[int])
 
 def rounded(case: Case, target: str) -> Case:
     """The case with queries and weights as the CPU's kernels multiply them: 8 bits for integer caches, bfloat16 in tiles."""
-    if by_tiles(case.shape, target):
-        return replace(case, q=round_bf16(case.q), weights="BF16")
+    if tiles := rounding_tiles(case.shape, target):
+        return replace(case, q=round_bf16(case.q), weights=tiles)
     if case.shape.dtype not in INTEGERS:
         return case
     top = np.abs(case.q).max(2, keepdims=True)
@@ -176,18 +179,20 @@ def round_bf16(x: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
-def weights_in_tiles(scores: np.ndarray, scales: np.ndarray | None, start: int, D: int) -> np.ndarray:
+def weights_in_tiles(scores: np.ndarray, scales: np.ndarray | None, start: int, D: int, tiles: str) -> np.ndarray:
     """exp(scores) of [H, keys] from position `start` on as values are multiplied with them, relative to a score at most 8 ln 2 below
-    the largest of its tile and those before it in the partition. Rounded is a weight times its value's scale [H, keys].
+    (amx), or to (pairs), the largest of its tile and those before it in the partition. Rounded is a weight times its value's scale [H, keys].
     """
-    out, tile = np.zeros_like(scores), 128 if D <= 128 else 64
+    amx = tiles == "amx"
+    out, slack = np.zeros_like(scores), 8 * np.log(2) if amx else 0
+    tile = (128 if D <= 128 else 64) if amx else 64 if D <= 64 else 32
     for h, row in enumerate(scores):
         top = -np.inf
         for first in range(start // tile * tile, start + len(row), tile):
             at = slice(max(first - start, 0), first - start + tile)
             top = -np.inf if first % 256 == 0 else top
             most = row[at].max()
-            top = most if most > top + 8 * np.log(2) else top
+            top = most if most > top + slack else top
             scale = 1 if scales is None else scales[h, at]
             out[h, at] = round_bf16(np.exp(row[at] - top) * scale).astype(np.float64) / scale * np.exp(top - row.max())
     return out
@@ -229,8 +234,8 @@ def oracle(case: Case) -> np.ndarray:
             weights = np.exp(scores - top)
             total = weights.sum(1, keepdims=True) + np.exp(sinks - top)
             scales = np.repeat(case.value_scales[b][seen].T, s.H // s.K, axis=0) if case.value_scales else None
-            if case.weights == "BF16":
-                weights = weights_in_tiles(scores, scales, seen.start, s.D) * np.exp(scores.max(1, keepdims=True) - top)
+            if case.weights in ("amx", "pairs"):
+                weights = weights_in_tiles(scores, scales, seen.start, s.D, case.weights) * np.exp(scores.max(1, keepdims=True) - top)
             elif case.weights:
                 weights = rounded_weights(weights, scales, seen.start)
             out[row] = np.einsum("ht,thd->hd", weights / total, v)
@@ -421,7 +426,7 @@ def test_large_scores_do_not_overflow(target: str) -> None:
     case.q *= 200
     want = oracle(rounded(case, target))
     np.testing.assert_allclose(
-        prefill(case, target), want, rtol=1e-3, atol=1e-2 if target == "amx" else 1e-3
+        prefill(case, target), want, rtol=1e-3, atol=1e-2 if rounding_tiles(case.shape, target) else 1e-3
     )  # scores of 2000 have errors of 1e-4
 
 
@@ -464,7 +469,7 @@ def test_shared_blocks_read_once_give_the_same_bits(shape: Shape, target: str) -
 @pytest.mark.parametrize(("shape", "target"), in_turn([RAGGED[1], RAGGED[5]], TARGETS))
 def test_what_is_said_to_be_shared_is_read_from_the_one_before(shape: Shape, target: str) -> None:
     """Sequence 1 is wrongly said to begin as sequence 0 does: it gets what it would get if its table said so, too."""
-    case, tokens = make(shape, [1, 1, 1], [400, 330, 350]), 256 if by_tiles(shape, target) else 320  # whole tiles of keys
+    case, tokens = make(shape, [1, 1, 1], [400, 330, 350]), 256 if rounding_tiles(shape, target) == "amx" else 320  # whole tiles of keys
     wrong = decode(case, target, shared_prefix_lens=[0, tokens, 0])
     right = decode(case, target)
     assert same(wrong[[0, 2]], right[[0, 2]]) and not same(wrong[1:2], right[1:2])

@@ -1,11 +1,11 @@
 // What decode and prefill share: attention of rows to one tile of keys of one KV head. A row's result has the same bits in both, however
-// rows are grouped and wherever they are in the batch, because the order of its arithmetic is fixed here, in attention_floats.h (KV_FP8, too),
-// in attention_integers.h (KV_INT8, KV_INT4) and in attention_tiles.h (BF16 and KV_FP8 with AMX):
+// rows are grouped and wherever they are in the batch, because the order of its arithmetic is fixed here, in attention_floats.h (KV_FP8, too;
+// with attention_pairs.h for BF16 where pairs of bfloat16 are multiplied), in attention_integers.h (KV_INT8, KV_INT4) and in attention_tiles.h (BF16 and KV_FP8 with AMX):
 //
 //   - tiles of TILE keys begin at multiples of TILE, partitions of PARTITION keys at multiples of PARTITION, counted from the sequence's
 //     first token;
-//   - a score is one accumulator over d from 0 to D - 1, a sum of integers, or what tiles add; a partition keeps the maximum m, sixteen partial sums of the weights
-//     exp((score - m) * SCALE), and VALUE_D weighted sums of values, each one accumulator over ascending keys, rescaled when a tile raises m;
+//   - a score is one accumulator over d from 0 to D - 1 or over pairs of these, a sum of integers, or what tiles add; a partition keeps the maximum m, sixteen partial sums of the weights
+//     exp((score - m) * SCALE), and VALUE_D weighted sums of values, each one accumulator over ascending keys or pairs of keys, rescaled when a tile raises m;
 //   - the partitions of a row are merged in ascending order;
 //   - a sink, one more score of a head that has no value, is added to the sum of the weights last.
 //
@@ -43,6 +43,12 @@
 #else
 #define BY_TILES 0
 #endif
+#if CACHE_TYPE == BF16 && defined(BF16_PAIRS) && !BY_TILES
+#define BY_PAIRS 1
+#else
+#define BY_PAIRS 0
+#endif
+#define KEYS_AT_ONCE (BY_PAIRS ? 2 : 1)  // that a step of sums of values adds
 #if INTEGER_CACHE && defined(LANES_AMX)
 #define COPIED(count) ((count) >= 32)  // rows of a sequence for which a tile of keys and values is copied; fewer are faster without
 #else
@@ -63,7 +69,8 @@
 #endif
 
 // Columns at the same time: four, or what divides VALUE_D / 16 without a small rest.
-#define WIDE (COLUMNS < 4 ? COLUMNS : VALUE_D % 64 == 0 ? 4 : VALUE_D % 80 == 0 ? 5 : VALUE_D % 48 == 0 ? 3 : 4)
+#define WIDE (COLUMNS < 4 ? COLUMNS : BY_PAIRS ? WIDE_PAIRS : VALUE_D % 64 == 0 ? 4 : VALUE_D % 80 == 0 ? 5 : VALUE_D % 48 == 0 ? 3 : 4)
+#define WIDE_PAIRS (VALUE_D == 80 ? 5 : VALUE_D == 48 ? 3 : 4)  // columns are in twos
 #define REST (VALUE_D / 16 % WIDE)
 
 // Loads of sixteen bytes' columns of integer values at the same time; one of KV_INT4 has two columns.
@@ -74,7 +81,7 @@ static inline int min(int a, int b) { return a < b ? a : b; }
 static inline int max(int a, int b) { return a > b ? a : b; }
 
 // A row of q as attention to a tile takes it: float32 [D], or up to D words, of integers with a scale.
-#if INTEGER_CACHE || BY_TILES
+#if INTEGER_CACHE || BY_TILES || BY_PAIRS
 typedef uint32_t query;
 #else
 typedef float query;
@@ -135,7 +142,7 @@ INLINE v16 load_scales(const uint16_t *low, const uint16_t *high) {
 #if INTEGER_CACHE
 #define STEPS ((G / ROWS + G % ROWS / 2 + G % 2) * (ROW_BYTES / 4 + TILE / 4 * ((ROW_BYTES / 16 + LOADS - 1) / LOADS)))
 #else
-#define STEPS ((G / ROWS + G % ROWS / 2 + G % 2) * (D + TILE * ((VALUE_D / 16 + WIDE - 1) / WIDE)))
+#define STEPS ((G / ROWS + G % ROWS / 2 + G % 2) * (D + TILE * ((VALUE_D / 16 + WIDE - 1) / WIDE)) / KEYS_AT_ONCE)
 #endif
 #define FETCH_EVERY (STEPS < 2 * TILE_LINES ? 1 : STEPS < 4 * TILE_LINES ? 2 : STEPS < 8 * TILE_LINES ? 4 : 8)
 #define FETCH_LINES (STEPS < TILE_LINES ? TILE_LINES / STEPS : 1)
@@ -165,13 +172,20 @@ static inline void prefetch_keys(struct prefetch *prefetch, const cached *cache,
   }
 }
 
+// Into the L2 where that was measured: a core waits for few lines of its L1 (product.h; decodes 1.1 to 1.6 times as fast on Zen 4).
+#if (defined(LANES_AVX512) || defined(LANES_AVX2)) && !defined(LANES_AMX)
+#define FETCH_LEVEL 2
+#else
+#define FETCH_LEVEL 3
+#endif
+
 INLINE void fetch(struct prefetch *prefetch, int lines) {
   if (lines == 0) return;
   if (prefetch->next >= prefetch->stop) {
     if (prefetch->runs == 0) return;
     prefetch->next = prefetch->run[--prefetch->runs], prefetch->stop = prefetch->next + RUN_BYTES;
   }
-  UNROLL for (int i = 0; i < lines; i++) __builtin_prefetch(prefetch->next + 64 * i);
+  UNROLL for (int i = 0; i < lines; i++) __builtin_prefetch(prefetch->next + 64 * i, 0, FETCH_LEVEL);
   prefetch->next += 64 * lines;
 }
 
@@ -273,7 +287,7 @@ static inline float with_sink(float weight, float top, const float *head_sinks, 
   return SINKS ? weight + v16_max_of(v16_exp(v16_set(head_sinks[head] - top * SCALE))) : weight;
 }
 
-#if !BY_TILES
+#if !BY_TILES && !BY_PAIRS
 static inline void finish(float *out, const float *sums, float weight) {
   for (int d = 0; d < VALUE_D; d += 16) v16_store(out + d, v16_div(v16_load(sums + d), v16_set(weight)));
 }

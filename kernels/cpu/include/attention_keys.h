@@ -3,12 +3,13 @@
 #pragma once
 #include "attention.h"
 
-#if !PACKED_CACHE
-#if BY_TILES
+#if BY_TILES || BY_PAIRS
 typedef uint32_t key_word;
 #else
 typedef float key_word;
 #endif
+
+#if !PACKED_CACHE
 INLINE void store_key_words(key_word *kt, int j, w16 words);
 
 // `lines` of the next tile are requested at each of QUARTERS steps.
