@@ -294,6 +294,7 @@ static inline void finish(float *out, const float *sums, float weight) {
 #endif
 
 #include "attention_keys.h"
+#include "bf16_pairs.h"  // here, not where it is used: a text has each header once, at its first mention
 #if INTEGER_CACHE
 #include "attention_integers.h"
 #elif BY_TILES

@@ -8,7 +8,7 @@
 typedef w16 key_column;
 typedef uint32_t weight;
 
-INLINE void store_key_words(key_word *kt, int j, w16 words) { w16_store(kt + j * TILE, words); }
+INLINE void store_key_words(key_word *kt, int j, w16 words) { _mm512_storeu_si512(kt + j * TILE, words); }
 INLINE key_column load_column(const uint32_t *kt) { return w16_load(kt); }
 INLINE v16 add_score(v16 sum, uint32_t q, key_column k) { return v16_dot_bf16(sum, k, q); }
 
@@ -22,18 +22,17 @@ INLINE void round_weights(int N, float *s, int low, int high) {
   for (int i = 0; i < N; i++)
     for (int c = low & ~31; c < high; c += 32) {
       float *row = s + i * TILE;
-      w16_store((uint32_t *)row + c / 2, w16_from_pairs(v16_load(row + c), v16_load(row + c + 16)));
+      _mm512_storeu_si512((uint32_t *)row + c / 2, rounded_pairs(v16_load(row + c), v16_load(row + c + 16)));
     }
 }
 
-// --- values: of 32 features the first sixteen words are those of 0 to 3, 8 to 11, 16 to 19 and 24 to 27, which saves a step for each; w16_pair
-// has them so, and finish has the sums in order.
+// --- values
 
 // C columns of sixteen words from `v` on: those of two keys, which are D numbers apart.
 INLINE void pair_values(const int C, w16 *to, const cached *v) {
   UNROLL for (int c = 0; c < C; c += 2) {
-    if (c + 1 < C) w16_pair(to + c, w16_load(v + 16 * c), w16_load(v + D + 16 * c));
-    else to[c] = w16_or(w16_load_u16(v + 16 * c), w16_bits(w16_load_u16(v + D + 16 * c), -16, 0xFF));
+    if (c + 1 < C) pair(to + c, w16_load(v + 16 * c), w16_load(v + D + 16 * c));
+    else to[c] = pair_half(v + 16 * c, v + D + 16 * c);
   }
 }
 
@@ -47,12 +46,12 @@ INLINE void copy_values(float *values, const cached *cache, const int32_t *table
   for (int at = first & -2; at < end; at += 2) {
     const cached *v = side_of(cache, table[at / TABLE_TOKENS], 1, head, at % S);
     uint32_t *to = (uint32_t *)values + (at - start) / 2 * VALUE_D;
-    const w16 seen = w16_set(seen_halves(at, first, end));
+    const w16 seen = _mm512_set1_epi32((int)seen_halves(at, first, end));
     for (int d = 0; d < VALUE_D; d += 32) {
       w16 words[2];
       if (d + 16 < VALUE_D) pair_values(2, words, v + d);
       else pair_values(1, words, v + d);
-      for (int c = 0; c < 2 && d + 16 * c < VALUE_D; c++) w16_store(to + d + 16 * c, w16_and(words[c], seen));
+      for (int c = 0; c < 2 && d + 16 * c < VALUE_D; c++) _mm512_storeu_si512(to + d + 16 * c, _mm512_and_si512(words[c], seen));
     }
   }
 }
@@ -72,7 +71,7 @@ INLINE void add_value_columns(int N, int C, struct prefetch *prefetch, int store
       w16 v[6];
       if (stored) pair_values(C, v, (const cached *)run + (long)at * D + column);
       else UNROLL for (int c = 0; c < C; c++) v[c] = w16_load((const uint32_t *)run + (long)at / 2 * VALUE_D + column + 16 * c);
-      if (N == 1) UNROLL for (int c = 0; c < C; c++) v[c] = w16_and(v[c], w16_set(seen_halves(key, first, end)));
+      if (N == 1) UNROLL for (int c = 0; c < C; c++) v[c] = _mm512_and_si512(v[c], _mm512_set1_epi32((int)seen_halves(key, first, end)));
       UNROLL for (int r = 0; r < N; r++) UNROLL for (int c = 0; c < C; c++) sum[r][c] =
           v16_dot_bf16(sum[r][c], v[c], p[r * TILE + key / 2]);
     }
@@ -81,11 +80,6 @@ INLINE void add_value_columns(int N, int C, struct prefetch *prefetch, int store
 }
 
 static inline void finish(float *out, const float *sums, float weight) {
-  int d = 0;
-  for (; d + 32 <= VALUE_D; d += 32) {
-    v16 both[2];
-    v16_unpair(both, v16_load(sums + d), v16_load(sums + d + 16));
-    for (int c = 0; c < 2; c++) v16_store(out + d + 16 * c, v16_div(both[c], v16_set(weight)));
-  }
-  if (d < VALUE_D) v16_store(out + d, v16_div(v16_load(sums + d), v16_set(weight)));
+  unpair_all(VALUE_D, out, sums);
+  for (int d = 0; d < VALUE_D; d += 16) v16_store(out + d, v16_div(v16_load(out + d), v16_set(weight)));
 }

@@ -49,16 +49,17 @@ INLINE void load_keys(const int lines, struct prefetch *prefetch, struct tile *t
   }
 }
 
-// Values of two keys, zeros where `low` or `high` is 0. Of 32 features the first sixteen words are those of 0 to 3, 8 to 11, 16 to 19 and 24 to 27, which
-// saves a step for each; in_order has the sums in order.
+// Values of two keys (bf16_pairs.h), zeros where `low` or `high` is 0.
 INLINE void pair_values(const int lines, struct prefetch *prefetch, uint32_t *to, const cached *v, int low, int high) {
   const w16 zero = _mm512_setzero_si512();
   int d = 0;
   for (; d + 32 <= VALUE_D; d += 32) {
     const w16 a = low ? w16_load(v + d) : zero, b = high ? w16_load(v + D + d) : zero;
+    w16 both[2];
     fetch(prefetch, lines);
-    _mm512_storeu_si512(to + 16 * d, _mm512_unpacklo_epi16(a, b));
-    _mm512_storeu_si512(to + 16 * d + 256, _mm512_unpackhi_epi16(a, b));
+    pair(both, a, b);
+    _mm512_storeu_si512(to + 16 * d, both[0]);
+    _mm512_storeu_si512(to + 16 * d + 256, both[1]);
   }
   if (d < VALUE_D) {
     const w16 a = low ? w16_load_u16(v + d) : zero, b = high ? w16_load_u16(v + D + d) : zero;
@@ -66,16 +67,7 @@ INLINE void pair_values(const int lines, struct prefetch *prefetch, uint32_t *to
   }
 }
 
-INLINE void in_order(float *out, const float *sums) {
-  const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-  int d = 0;
-  for (; d + 32 <= VALUE_D; d += 32) {
-    const __m512d a = (__m512d)v16_load(sums + d), b = (__m512d)v16_load(sums + d + 16);
-    v16_store(out + d, (v16)_mm512_permutex2var_pd(a, low, b));
-    v16_store(out + d + 16, (v16)_mm512_permutex2var_pd(a, high, b));
-  }
-  if (d < VALUE_D) v16_store(out + d, v16_load(sums + d));
-}
+INLINE void in_order(float *out, const float *sums) { unpair_all(VALUE_D, out, sums); }
 
 // The 32 keys from `from` on: words [STEP_WORDS], zeros for keys that no row sees.
 INLINE void load_step(const int lines, struct prefetch *prefetch, uint32_t *to, const struct tile *tile, int from) {
@@ -106,5 +98,5 @@ INLINE void scale_scores(float *s, const struct tile *tile, int low, int high) {
 // The weights of 32 keys from `key` on, in two halves, as pairs.
 INLINE w16 weight_words(const int whole, v16 a, v16 b, const struct tile *tile, int key, int first, int end) {
   (void)whole, (void)tile, (void)key, (void)first, (void)end;
-  return (w16)_mm512_cvtne2ps_pbh(b, a);
+  return rounded_pairs(a, b);
 }

@@ -2,7 +2,9 @@
 #pragma once
 #include <immintrin.h>
 
-#ifndef __AVX512BF16__
+#ifdef __AVX512BF16__
+#define BF16_PAIRS 1  // v16_dot_bf16 multiplies at twice the rate of floats (Zen 4 and later)
+#else
 #define BF16_AS_FLOATS 1
 #endif
 #ifndef __AVX512VNNI__
@@ -188,23 +190,6 @@ static inline v16 v16_from_low_bf16(w16 w) { return _mm512_castsi512_ps(_mm512_s
 static inline v16 v16_from_high_bf16(w16 w) { return _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xFFFF0000))); }
 static inline v16 v16_from_low_f16(w16 w) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(w)); }
 static inline v16 v16_from_high_f16(w16 w) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(w, 16))); }
-
-// Pairs of bfloat16, which v16_dot_bf16 multiplies at twice the rate of floats (Zen 4 and later).
-#ifdef __AVX512BF16__
-#define BF16_PAIRS 1
-static inline void w16_store(uint32_t *p, w16 w) { _mm512_storeu_si512(p, w); }
-static inline w16 w16_set(uint32_t x) { return _mm512_set1_epi32((int)x); }
-static inline w16 w16_and(w16 a, w16 b) { return _mm512_and_si512(a, b); }
-// 32 numbers in two halves, rounded.
-static inline w16 w16_from_pairs(v16 a, v16 b) { return (w16)_mm512_cvtne2ps_pbh(b, a); }
-// Numbers of `a` and of `b`, 32 each, as pairs of one of each: to[0] has 0 to 3, 8 to 11, 16 to 19 and 24 to 27. v16_unpair puts sums of them in order.
-static inline void w16_pair(w16 *to, w16 a, w16 b) { to[0] = _mm512_unpacklo_epi16(a, b), to[1] = _mm512_unpackhi_epi16(a, b); }
-static inline void v16_unpair(v16 *to, v16 a, v16 b) {
-  const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-  to[0] = (v16)_mm512_permutex2var_pd((__m512d)a, low, (__m512d)b);
-  to[1] = (v16)_mm512_permutex2var_pd((__m512d)a, high, (__m512d)b);
-}
-#endif
 
 // Four e4m3 numbers a word as two pairs of bfloat16, which hold them exactly: bytes 0 and 2, bytes 1 and 3. Of the 128 magnitudes both bytes
 // are looked up. (A magnitude shifted into the place of a bfloat16 is that times 2^-120, but DPBF16PS takes subnormals for 0.)
