@@ -170,7 +170,7 @@ SELDOM = [*((name, "F32") for name in NAMES if name not in ("llama3.1", "qwen3",
     [*in_turn(OFTEN, ROWS), *(pytest.param(*case, row, marks=pytest.mark.long) for case in SELDOM for row in ROWS)],
 )
 def test_every_row_follows_the_reference(wide: Callable[[str], Path], name: str, format: str, row: str) -> None:
-    """AMX, and AVX-512 that multiplies bfloat16, round more of attention to it: logits are as far off again, and a near tie may be told otherwise."""
+    """AMX and AVX-512 with bfloat16 round more of attention to it: logits are as far off again, and a near tie may be told otherwise."""
     expected, tokens = reference(wide(name), name, format)
     rounds = format == "BF16" and (row == "amx" or row == "avx512" and "avx512_bf16" in cpu_features())
     median, most = (1 + rounds) * FORMATS[format].median, (1 + rounds) * FORMATS[format].most

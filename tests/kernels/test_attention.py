@@ -180,8 +180,8 @@ def round_bf16(x: np.ndarray) -> np.ndarray:
 
 
 def weights_in_tiles(scores: np.ndarray, scales: np.ndarray | None, start: int, D: int, tiles: str) -> np.ndarray:
-    """exp(scores) of [H, keys] from position `start` on as values are multiplied with them, relative to a score at most 8 ln 2 below
-    (amx), or to (pairs), the largest of its tile and those before it in the partition. Rounded is a weight times its value's scale [H, keys].
+    """exp(scores) of [H, keys] from position `start` on as values are multiplied with them, relative to the largest of its tile and those
+    before it in the partition, or with AMX to a score at most 8 ln 2 below. Rounded is a weight times its value's scale [H, keys].
     """
     amx = tiles == "amx"
     out, slack = np.zeros_like(scores), 8 * np.log(2) if amx else 0
