@@ -110,7 +110,8 @@ def rounding_tiles(shape: Shape, target: str) -> str:
     """The tiles in which weights are rounded to bfloat16, as `weights_in_tiles` has them: AMX's, or those of pairs of bfloat16; or none."""
     if target == "amx" and shape.dtype in ("BF16", "KV_FP8"):
         return "amx"
-    return "pairs" if target == "avx512" and shape.dtype == "BF16" and "avx512_bf16" in cpu_features() else ""
+    needs = {"BF16": {"avx512_bf16"}, "KV_FP8": {"avx512_bf16", "avx512vbmi"}}.get(shape.dtype, {"none"})
+    return "pairs" if target == "avx512" and needs <= cpu_features() else ""
 
 
 def _rounded(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:

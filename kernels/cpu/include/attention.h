@@ -43,12 +43,12 @@
 #else
 #define BY_TILES 0
 #endif
-#if CACHE_TYPE == BF16 && defined(BF16_PAIRS) && !BY_TILES
+#if !BY_TILES && (CACHE_TYPE == BF16 && defined(BF16_PAIRS) || CACHE_TYPE == KV_FP8 && defined(E4M3_PAIRS))
 #define BY_PAIRS 1
 #else
 #define BY_PAIRS 0
 #endif
-#define KEYS_AT_ONCE (BY_PAIRS ? 2 : 1)  // that a step of sums of values adds
+#define KEYS_AT_ONCE (!BY_PAIRS ? 1 : PACKED_CACHE ? 4 : 2)  // whose values are words of their own
 #if INTEGER_CACHE && defined(LANES_AMX)
 #define COPIED(count) ((count) >= 32)  // rows of a sequence for which a tile of keys and values is copied; fewer are faster without
 #else
@@ -142,7 +142,7 @@ INLINE v16 load_scales(const uint16_t *low, const uint16_t *high) {
 #if INTEGER_CACHE
 #define STEPS ((G / ROWS + G % ROWS / 2 + G % 2) * (ROW_BYTES / 4 + TILE / 4 * ((ROW_BYTES / 16 + LOADS - 1) / LOADS)))
 #else
-#define STEPS ((G / ROWS + G % ROWS / 2 + G % 2) * (D + TILE * ((VALUE_D / 16 + WIDE - 1) / WIDE)) / KEYS_AT_ONCE)
+#define STEPS ((G / ROWS + G % ROWS / 2 + G % 2) * (D + TILE * ((VALUE_D / 16 + WIDE - 1) / WIDE)) / (1 + BY_PAIRS))
 #endif
 #define FETCH_EVERY (STEPS < 2 * TILE_LINES ? 1 : STEPS < 4 * TILE_LINES ? 2 : STEPS < 8 * TILE_LINES ? 4 : 8)
 #define FETCH_LINES (STEPS < TILE_LINES ? TILE_LINES / STEPS : 1)
@@ -260,6 +260,12 @@ INLINE void softmax_rows(int N, float *s, const int *first, const int *end, floa
   UNROLL for (int i = 0; i < N; i++) softmax_columns(TILE / 16, s + i * TILE, now[i], top + i, weight + 16 * i, sums + i * stride);
 }
 
+// Sixteen numbers of which 0 is the key `key`: `other` before the key first and from end on.
+INLINE v16 within(v16 x, int key, int first, int end, v16 other) {
+  x = v16_first(min(max(first - key, 0), 16), other, x);
+  return v16_first(min(max(end - key, 0), 16), x, other);
+}
+
 // Before the first key of a partition.
 static inline void begin_partition(const struct rows *rows, int r) {
   rows->top[r] = NO_SCORE;
@@ -295,6 +301,21 @@ static inline void finish(float *out, const float *sums, float weight) {
 
 #include "attention_keys.h"
 #include "bf16_pairs.h"  // here, not where it is used: a text has each header once, at its first mention
+
+#if BY_TILES || BY_PAIRS
+// D numbers of q as pairs of bfloat16, in the order of the cache's.
+INLINE void round_query(uint32_t *to, const float *q) {
+  for (int d = 0; d < D; d += 16) v16_store_bf16((uint16_t *)to + d, v16_load(q + d));
+#if CACHE_TYPE == KV_FP8
+  uint16_t *row = (uint16_t *)to;
+  for (int d = 0; d < D; d += 4) {
+    const uint16_t second = row[d + 1];
+    row[d + 1] = row[d + 2], row[d + 2] = second;
+  }
+#endif
+}
+#endif
+
 #if INTEGER_CACHE
 #include "attention_integers.h"
 #elif BY_TILES

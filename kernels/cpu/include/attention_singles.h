@@ -24,12 +24,13 @@ INLINE void store_key_words(key_word *kt, int j, w16 words) {
 }
 
 #else
-// Their words are columns already. `scales`: of the sixteen keys.
-INLINE void unpack_keys(struct prefetch *prefetch, float *kt, const cached *low, const cached *high, v16 scales) {
+// Their words are columns already, to those from `at` on. `scales`: of the sixteen keys.
+INLINE void unpack_keys(struct prefetch *prefetch, struct tile *tile, int at, const cached *low, const cached *high, const v16 *scales) {
+  float *kt = tile->keys + at;
   for (int j = 0; j < ROW_BYTES / 4; j++) {
     const w16 words = w16_load_halves(low + (long)j * S * 4, high + (long)j * S * 4);
     fetch(prefetch, FETCH_LINES);
-    UNROLL for (int i = 0; i < 4; i++) v16_store(kt + (4 * j + i) * TILE, v16_mul(v16_from_e4m3(words, i), scales));
+    UNROLL for (int i = 0; i < 4; i++) v16_store(kt + (4 * j + i) * TILE, v16_mul(v16_from_e4m3(words, i), scales[0]));
   }
 }
 #endif
@@ -86,7 +87,12 @@ INLINE void add_value_columns(int N, int C, struct prefetch *prefetch, int store
   UNROLL for (int r = 0; r < N; r++) UNROLL for (int c = 0; c < C; c++) v16_store(sums + r * stride + column + 16 * c, sum[r][c]);
 }
 
-INLINE void round_weights(int N, float *s, int low, int high) { (void)N, (void)s, (void)low, (void)high; }
+INLINE void scale_scores(int N, float *s, const struct tile *tile, int low, int high) {
+  (void)N, (void)s, (void)tile, (void)low, (void)high;
+}
+INLINE void round_weights(int N, float *s, const struct tile *tile, const int *first, const int *end, int low, int high) {
+  (void)N, (void)s, (void)tile, (void)first, (void)end, (void)low, (void)high;
+}
 
 static inline void prepare_query(float *to, struct query_scale *scale, const float *q) {
   (void)scale;

@@ -17,7 +17,7 @@ struct tile {
 
 static inline void prepare_query(uint32_t *to, struct query_scale *scale, const float *q) {
   (void)scale;
-  for (int d = 0; d < D; d += 16) v16_store_bf16((uint16_t *)to + d, v16_load(q + d));
+  round_query(to, q);
   for (int j = D / 2; j < PAIRS; j++) to[j] = 0;
 }
 

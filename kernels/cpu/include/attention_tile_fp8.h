@@ -18,19 +18,8 @@ struct tile {
 
 static inline void prepare_query(uint32_t *to, struct query_scale *scale, const float *q) {
   (void)scale;
-  for (int d = 0; d < D; d += 16) {
-    uint16_t rounded[16], *row = (uint16_t *)to + d;
-    v16_store_bf16(rounded, v16_load(q + d));
-    for (int c = 0; c < 16; c++) row[c] = rounded[(c & ~3) + (c & 1) * 2 + (c >> 1 & 1)];
-  }
+  round_query(to, q);
   for (int j = D / 2; j < PAIRS; j++) to[j] = 0;
-}
-
-INLINE void store_pairs(uint32_t *to, w16 words) {
-  w16 even, odd;
-  e4m3_pairs(words, &even, &odd);
-  _mm512_store_si512(to, even);
-  _mm512_store_si512(to + 16, odd);
 }
 
 // Those around keys first to end - 1 that share sixteen slots with them are garbage.
@@ -42,7 +31,7 @@ INLINE void load_keys(const int lines, struct prefetch *prefetch, struct tile *t
     const cached *of_a = side_of(cache, a, 0, head, low % S), *of_b = side_of(cache, b, 0, head, high % S);
     uint32_t *kt = tile->keys + (at - start) * PAIRS;
     for (int j = 0; j < D / 4; j++) {
-      store_pairs(kt + 32 * j, w16_load_halves(of_a + (long)j * S * 4, of_b + (long)j * S * 4));
+      store_e4m3(kt + 32 * j, 16, w16_load_halves(of_a + (long)j * S * 4, of_b + (long)j * S * 4));
       fetch(prefetch, lines);
     }
     for (int j = D / 2; j < PAIRS; j++) _mm512_store_si512(kt + 16 * j, _mm512_setzero_si512());
@@ -58,7 +47,7 @@ INLINE void load_values(const struct tile *tile, const cached *cache, const int3
     uint32_t *to = tile->values + (at - start) / 32 * STEP_WORDS + at % 32 / 2 * 16;
     if (at + 4 > first && at < end) {
       const cached *from = side_of(cache, table[at / TABLE_TOKENS], 1, head, at % S);
-      for (int d = 0; d < D; d += 16) store_pairs(to + 16 * d, w16_load(from + 4 * d));
+      for (int d = 0; d < D; d += 16) store_e4m3(to + 16 * d, 16, w16_load(from + 4 * d));
     } else {
       for (int d = 0; d < D; d += 16) {
         _mm512_store_si512(to + 16 * d, _mm512_setzero_si512());
@@ -79,15 +68,12 @@ INLINE void scale_scores(float *s, const struct tile *tile, int low, int high) {
   for (int c = low; c < high; c += 16) v16_store(s + c, v16_mul(v16_load(s + c), v16_load(tile->key_scale + c)));
 }
 
-INLINE v16 within(v16 x, int key, int first, int end, v16 other);
-
 // The weights of 32 keys from `key` on, in two halves, as pairs. Slots that are not used may have any scale.
 INLINE w16 weight_words(const int whole, v16 a, v16 b, const struct tile *tile, int key, int first, int end) {
-  const w16 order = _mm512_set4_epi32(0x0F0E0B0A, 0x0D0C0908, 0x07060302, 0x05040100);
   const v16 zero = v16_set(0.0f);
   a = v16_mul(a, v16_load(tile->value_scale + key)), b = v16_mul(b, v16_load(tile->value_scale + key + 16));
   if (!whole) a = within(a, key, first, end, zero), b = within(b, key + 16, first, end, zero);
-  return _mm512_shuffle_epi8((w16)_mm512_cvtne2ps_pbh(b, a), order);
+  return order_of_e4m3(rounded_pairs(a, b));
 }
 
 INLINE void in_order(float *out, const float *sums) {

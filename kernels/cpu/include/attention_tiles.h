@@ -115,12 +115,6 @@ INLINE v16 power_of_two(v16 x) {
   return v16_zero_below(_mm512_scalef_ps(y, x), x, v16_set(-100.0f));
 }
 
-// Sixteen numbers of which 0 is the key `key`: `other` before the key first and from end on.
-INLINE v16 within(v16 x, int key, int first, int end, v16 other) {
-  x = v16_first(min(max(first - key, 0), 16), other, x);
-  return v16_first(min(max(end - key, 0), 16), x, other);
-}
-
 // The largest score of the keys first to end - 1 in each of sixteen columns. `whole`: of all keys.
 INLINE v16 largest(const int whole, const float *s, int first, int end) {
   v16 most = v16_set(NO_SCORE);

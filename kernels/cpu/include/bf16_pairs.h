@@ -1,4 +1,4 @@
-// Pairs of bfloat16 for attention_pairs.h and attention_tile_bf16.h, in AVX-512's instructions.
+// Pairs of bfloat16 for attention_pairs.h and attention_tiles.h, in AVX-512's instructions.
 #pragma once
 #include "lanes.h"
 
@@ -29,4 +29,20 @@ INLINE void unpair_all(const int width, float *out, const float *sums) {
   for (; d + 32 <= width; d += 32) unpair(out + d, sums + d);
   if (d < width) v16_store(out + d, v16_load(sums + d));
 }
+
+#ifdef E4M3_PAIRS
+// Of four e4m3 numbers a word, the first and third, and the second and fourth, as words of bfloat16, which holds them exactly: to `to` and
+// `apart` words after it.
+INLINE void store_e4m3(uint32_t *to, const long apart, w16 words) {
+  w16 even, odd;
+  e4m3_pairs(words, &even, &odd);
+  _mm512_store_si512(to, even);
+  _mm512_store_si512(to + apart, odd);
+}
+
+// Pairs of neighbours in the order that store_e4m3 gives: of each two words the first and third number, then the second and fourth.
+INLINE w16 order_of_e4m3(w16 words) {
+  return _mm512_shuffle_epi8(words, _mm512_set4_epi32(0x0F0E0B0A, 0x0D0C0908, 0x07060302, 0x05040100));
+}
+#endif
 #endif
