@@ -1,6 +1,7 @@
 // What decode and prefill share: attention of rows to one tile of keys of one KV head. A row's result has the same bits in both, however
-// rows are grouped and wherever they are in the batch, because the order of its arithmetic is fixed here, in attention_floats.h (KV_FP8, too;
-// with attention_pairs.h for BF16 where pairs of bfloat16 are multiplied), in attention_integers.h (KV_INT8, KV_INT4) and in attention_tiles.h (BF16 and KV_FP8 with AMX):
+// rows are grouped and wherever they are in the batch, because the order of its arithmetic is fixed here, in attention_floats.h (KV_FP8, too),
+// there for BF16 and KV_FP8 in attention_pairs.h where pairs of bfloat16 are multiplied, in attention_integers.h (KV_INT8, KV_INT4) and in
+// attention_tiles.h (BF16 and KV_FP8 with AMX):
 //
 //   - tiles of TILE keys begin at multiples of TILE, partitions of PARTITION keys at multiples of PARTITION, counted from the sequence's
 //     first token;
@@ -293,14 +294,22 @@ static inline float with_sink(float weight, float top, const float *head_sinks, 
   return SINKS ? weight + v16_max_of(v16_exp(v16_set(head_sinks[head] - top * SCALE))) : weight;
 }
 
-#if !BY_TILES && !BY_PAIRS
-static inline void finish(float *out, const float *sums, float weight) {
-  for (int d = 0; d < VALUE_D; d += 16) v16_store(out + d, v16_div(v16_load(sums + d), v16_set(weight)));
-}
-#endif
-
 #include "attention_keys.h"
 #include "bf16_pairs.h"  // here, not where it is used: a text has each header once, at its first mention
+
+// A row's sums with its features in order.
+INLINE void in_order(float *out, const float *sums) {
+#if (BY_TILES || BY_PAIRS) && CACHE_TYPE == BF16
+  unpair_all(VALUE_D, out, sums);
+#else
+  for (int d = 0; d < VALUE_D; d += 16) v16_store(out + d, v16_load(sums + d));
+#endif
+}
+
+static inline void finish(float *out, const float *sums, float weight) {
+  in_order(out, sums);
+  for (int d = 0; d < VALUE_D; d += 16) v16_store(out + d, v16_div(v16_load(out + d), v16_set(weight)));
+}
 
 #if BY_TILES || BY_PAIRS
 // D numbers of q as pairs of bfloat16, in the order of the cache's.

@@ -1,6 +1,6 @@
 // Numbers of attention_floats.h as pairs of bfloat16, where the processor multiplies them (v16_dot_bf16): two features of a key, or one feature of
 // two values. Queries and the weights of a tile are rounded to bfloat16, as with AMX (docs/decisions/0084); the sum of the weights is that before
-// rounding. Sums are float32, pair by pair, ascending; pairs of keys begin at even places. Where a row sees one key of a pair, the other's value is 0.
+// rounding. Sums are float32, pair by pair, in the order of the cache's words. A key that a row does not see adds nothing.
 #pragma once
 #include "attention_floats.h"
 
@@ -44,9 +44,4 @@ INLINE void add_value_columns(int N, int C, struct prefetch *prefetch, int store
     }
   }
   UNROLL for (int r = 0; r < N; r++) UNROLL for (int c = 0; c < C; c++) v16_store(sums + r * stride + column + 16 * c, sum[r][c]);
-}
-
-static inline void finish(float *out, const float *sums, float weight) {
-  in_order(out, sums);
-  for (int d = 0; d < VALUE_D; d += 16) v16_store(out + d, v16_div(v16_load(out + d), v16_set(weight)));
 }

@@ -47,5 +47,3 @@ INLINE void copy_values(float *values, const cached *cache, const int32_t *table
     }
   }
 }
-
-INLINE void in_order(float *out, const float *sums) { unpair_all(VALUE_D, out, sums); }

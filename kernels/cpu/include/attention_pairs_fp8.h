@@ -46,7 +46,3 @@ INLINE void copy_values(float *values, const cached *cache, const int32_t *table
     for (int d = 0; d < D; d += 16) store_e4m3(to + d, VALUE_D, w16_load(from + 4 * d));
   }
 }
-
-INLINE void in_order(float *out, const float *sums) {
-  for (int d = 0; d < VALUE_D; d += 16) v16_store(out + d, v16_load(sums + d));
-}

@@ -67,8 +67,6 @@ INLINE void pair_values(const int lines, struct prefetch *prefetch, uint32_t *to
   }
 }
 
-INLINE void in_order(float *out, const float *sums) { unpair_all(VALUE_D, out, sums); }
-
 // The 32 keys from `from` on: words [STEP_WORDS], zeros for keys that no row sees.
 INLINE void load_step(const int lines, struct prefetch *prefetch, uint32_t *to, const struct tile *tile, int from) {
   for (int key = from; key < from + 32; key += 2, to += 16) {

@@ -75,7 +75,3 @@ INLINE w16 weight_words(const int whole, v16 a, v16 b, const struct tile *tile, 
   if (!whole) a = within(a, key, first, end, zero), b = within(b, key + 16, first, end, zero);
   return order_of_e4m3(rounded_pairs(a, b));
 }
-
-INLINE void in_order(float *out, const float *sums) {
-  for (int d = 0; d < VALUE_D; d += 16) v16_store(out + d, v16_load(sums + d));
-}

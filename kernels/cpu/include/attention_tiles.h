@@ -267,8 +267,3 @@ INLINE void attend(struct prefetch *prefetch, int copied, const struct rows *row
 #endif
   _tile_release();
 }
-
-static inline void finish(float *out, const float *sums, float weight) {
-  in_order(out, sums);
-  for (int d = 0; d < VALUE_D; d += 16) v16_store(out + d, v16_div(v16_load(out + d), v16_set(weight)));
-}

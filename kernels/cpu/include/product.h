@@ -144,7 +144,7 @@ static inline void prepare_row(uint8_t *row, const float *x) {
 #define AHEAD(panels, tokens) ((panels) == 2 ? 4096 : (tokens) == 1 ? 4096 : 8192)
 #endif
 
-// Whether prefetches go to the L2 only. A core waits for fewer lines of its L1 than of its L2 (Zen 4: 24), and lines that its sums do not need
+// Whether prefetches go to the L2 only. A core waits for fewer lines of its L1 than of its L2, and lines that its sums do not need
 // yet take those places: several rows 1.1 to 1.4 times as fast on Zen 4, all on Emerald Rapids 1.02 to 1.1. One row that reads memory from end to
 // end is 1.04 times as fast with the L1, and so are parts of sixteen with few rows by other code than AVX-512's, whose lines are not read in order.
 #if defined(LANES_NEON) || defined(LANES_PLAIN)
